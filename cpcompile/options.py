@@ -171,23 +171,25 @@ _ENUMS: dict[str, type[Enum]] = {
 }
 
 
-def parse_options(given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+def parse_options(
+    options: Mapping[str, Any] | None, mode: str | None = None
+) -> Options:
     """Check options and fill in the defaults.
 
     Args:
-        given: by name. None and "auto" mean the same.
+        options: by name. None and "auto" mean the same.
         mode: of torch.compile(mode=...).
 
     Raises: OptionError for what is no dict, for an unknown name or a wrong value,
     listing what exists.
     """
-    if given is not None and not isinstance(given, Mapping):
+    if options is not None and not isinstance(options, Mapping):
         raise OptionError(
-            f'options of backend="cp": got {given!r}; needed a dict, such as '
+            f'options of backend="cp": got {options!r}; needed a dict, such as '
             '{"mesh": mesh}'
         )
     parsed: dict[str, Any] = {} if mode is None else {"mode": mode}
-    for name, value in (given or {}).items():
+    for name, value in (options or {}).items():
         if name == LOCAL_VIEW:
             parsed["local_view"] = True
             continue

@@ -58,7 +58,7 @@ def watched(rewrite: Rewrite) -> Callable[[CompiledGraph], CompiledGraph]:
     """
     if not _watchers:
         return lambda compiled: compiled
-    seen = Rewrite(
+    snapshot = Rewrite(
         untouched=copy.deepcopy(rewrite.untouched),
         rewritten=copy.deepcopy(rewrite.rewritten),
         ctx=rewrite.ctx,
@@ -68,7 +68,7 @@ def watched(rewrite: Rewrite) -> Callable[[CompiledGraph], CompiledGraph]:
 
     def wrap(compiled: CompiledGraph) -> CompiledGraph:
         for watcher in watchers:
-            compiled = watcher(seen, compiled)
+            compiled = watcher(snapshot, compiled)
         return compiled
 
     return wrap
@@ -77,17 +77,17 @@ def watched(rewrite: Rewrite) -> Callable[[CompiledGraph], CompiledGraph]:
 @contextmanager
 def replacements(gm: fx.GraphModule) -> Iterator[dict[NodePath, set[NodePath]]]:
     """Note which nodes get the readers of which others inside of the block."""
-    found: dict[NodePath, set[NodePath]] = {}
+    replaced: dict[NodePath, set[NodePath]] = {}
     with ExitStack() as stack:
         for region, module in _modules(gm) if _watchers else ():
 
             def note(
                 old: fx.Node, new: str, user: fx.Node, region: NodePath = region
             ) -> None:
-                found.setdefault(region + new, set()).add(region + old.name)
+                replaced.setdefault(region + new, set()).add(region + old.name)
 
             stack.enter_context(module._set_replace_hook(note))
-        yield found
+        yield replaced
 
 
 def _modules(

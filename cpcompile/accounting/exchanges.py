@@ -89,8 +89,10 @@ def _purpose(
     """Return what a call communicates for, and the name of what it sends, or ""."""
     if getattr(node.target, "namespace", None) == "cp":
         return _OF_OPERATOR.get(node.target._opname, Purpose.ATTENTION), ""  # type: ignore[union-attr]
-    others = set(dist.get_process_group_ranks(group_by_name(group_of(node)))) - members
-    if others:
+    other_ranks = (
+        set(dist.get_process_group_ranks(group_by_name(group_of(node)))) - members
+    )
+    if other_ranks:
         return Purpose.OTHER_AXES, ""
     source = _source_input(node)
     if source is not None and source in inputs.parameters:
@@ -132,13 +134,13 @@ _FEW = 64  # nodes between the sum of a gradient and the result
 def _ends(node: fx.Node) -> set[int] | None:
     """Return places of the results made of a collective; None if calls read it."""
     (results,) = node.graph.output_node().args
-    found: set[int] = set()
+    places: set[int] = set()
     todo, done = [node], {node}
     while todo:
         value = todo.pop()
         for user in value.users:
             if user.op == "output":
-                found |= {i for i, x in enumerate(_items(results)) if x is value}
+                places |= {i for i, x in enumerate(_items(results)) if x is value}
             elif user not in done:
                 if len(user.all_input_nodes) > 1 and not done.issuperset(
                     x for x in user.all_input_nodes if x.op == "call_function"
@@ -148,7 +150,7 @@ def _ends(node: fx.Node) -> set[int] | None:
                 todo.append(user)
         if len(done) > _FEW:
             return None
-    return found
+    return places
 
 
 def _items(results: Any) -> Iterator[Any]:

@@ -45,8 +45,8 @@ def flops_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
         head_dims, value_dims = _ATTENTION[packet]
         return _attention(bound(target, args, kwargs), head_dims, value_dims)
     if packet in _PRODUCTS:
-        left, right = args[_PRODUCTS[packet] :][:2]
-        return 2 * elements_of(left) * shape_of(right)[-1]
+        lhs, rhs = args[_PRODUCTS[packet] :][:2]
+        return 2 * elements_of(lhs) * shape_of(rhs)[-1]
     shapes = pytree.tree_map_only(Tensor, shape_of, (args, kwargs, result))
     return int(flop_registry[packet](*shapes[0], **shapes[1], out_val=shapes[2]))
 
@@ -86,8 +86,8 @@ def _attention(arguments: dict[str, Any], head_dims: int, value_dims: int) -> in
         for name, long in (("q", "query"), ("k", "key"), ("v", "value"))
     )
     q_len, kv_len, *_ = arguments.get("sizes", (q[2], k[2]))
-    seen = _seen(arguments, q_len, kv_len)
-    pairs = q[0] * q[1] * q[2] * kv_len * seen
+    fraction = _seen(arguments, q_len, kv_len)
+    pairs = q[0] * q[1] * q[2] * kv_len * fraction
     return int(2 * pairs * (head_dims * q[3] + value_dims * v[3]))
 
 
@@ -97,9 +97,9 @@ def _seen(arguments: dict[str, Any], q_len: int, kv_len: int) -> float:
     if "spec" in arguments:
         spec = AttentionSpec.of_text(arguments["spec"])
         is_causal = spec.is_causal
-        known = seen_fraction(spec.mask_key, kv_len)
-        if known is not None:
-            return known
+        fraction = seen_fraction(spec.mask_key, kv_len)
+        if fraction is not None:
+            return fraction
     if not is_causal or not q_len * kv_len:
         return 1.0
     some = min(q_len, kv_len)

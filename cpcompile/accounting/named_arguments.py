@@ -22,9 +22,9 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 def bound(target: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments by the names of the schema, with defaults."""
     formal = target._schema.arguments
-    given = dict(zip((x.name for x in formal), args, strict=False)) | dict(kwargs)
-    found = {x.name: given.get(x.name, x.default_value) for x in formal}
+    arguments = dict(zip((x.name for x in formal), args, strict=False)) | dict(kwargs)
+    with_defaults = {x.name: arguments.get(x.name, x.default_value) for x in formal}
     return {
         name: pytree.tree_map_only(torch.SymInt, size_in_call, x)
-        for name, x in found.items()
+        for name, x in with_defaults.items()
     }

@@ -71,5 +71,5 @@ def _added(before: LineWork, new: LineWork) -> LineWork:
 
 def _repeated(lines: Iterable[LineWork], ranks: int) -> list[LineWork]:
     """Return the lines whose work all ranks together repeat, most of it first."""
-    found = [x for x in lines if x.repeated_flops(ranks) > 0.01 * x.whole_flops]
-    return sorted(found, key=lambda x: -x.repeated_flops(ranks))
+    repeated = [x for x in lines if x.repeated_flops(ranks) > 0.01 * x.whole_flops]
+    return sorted(repeated, key=lambda x: -x.repeated_flops(ranks))

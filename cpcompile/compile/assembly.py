@@ -59,10 +59,10 @@ def assemble(
     gm, ctx = rewrite.rewritten, rewrite.ctx
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.findings.outputs, ctx.mesh
     local_inputs = [
-        local_example(node) if given.has_local_part else example_of(node, example)
-        for (node, given), example in zip(inputs, example_inputs, strict=True)
+        local_example(node) if graph_input.has_local_part else example_of(node, example)
+        for (node, graph_input), example in zip(inputs, example_inputs, strict=True)
     ]
-    kinds = tuple(given for _, given in inputs)
+    kinds = tuple(graph_input for _, graph_input in inputs)
     inner = inner_for(ctx, options)
     parameters = [i for i, (node, _) in enumerate(inputs) if is_parameter(node)]
     tiling = tiling_of(options, mesh.device_type, parameters)

@@ -27,7 +27,7 @@ from cpcompile.ops.comm.communicating import communicates
 def install() -> None:
     """Let Inductor's ordering of collectives include the cp:: operators."""
     original = comms.contains_collective
-    known: WeakKeyDictionary[BaseSchedulerNode, bool] = WeakKeyDictionary()
+    answers: WeakKeyDictionary[BaseSchedulerNode, bool] = WeakKeyDictionary()
 
     @functools.wraps(original)
     def contains_collective(
@@ -36,9 +36,9 @@ def install() -> None:
         # Asked for again and again, of each node in reach of each collective.
         if args or kwargs:  # which collective
             return _communicates(snode) or original(snode, *args, **kwargs)
-        if snode not in known:
-            known[snode] = _communicates(snode) or original(snode)
-        return known[snode]
+        if snode not in answers:
+            answers[snode] = _communicates(snode) or original(snode)
+        return answers[snode]
 
     comms.contains_collective = contains_collective
 

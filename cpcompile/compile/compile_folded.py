@@ -33,17 +33,17 @@ def compile_folded(gm: fx.GraphModule, compile_graph: Compile, folding: Folding)
     order. So none does unless all do, in the same way.
     """
     blocks = [] if inductor_config.cpp_wrapper else _found(gm)
-    text = ", ".join(str(FoldedBlocks.of(each)) for each in blocks)
+    text = ", ".join(str(FoldedBlocks.of(repeated)) for repeated in blocks)
     if not folding.agree(text) or not blocks:
         return compile_graph(gm)
     try:
-        made, problem = _compiled(gm, blocks, compile_graph), None
+        program, problem = _compiled(gm, blocks, compile_graph), None
     except Exception as error:  # whatever Inductor raises for functions
         check_refusal(error, "the compilation of repeated blocks")
-        made, problem = None, error
+        program, problem = None, error
     if problem is None and folding.agree("compiled"):
         folding.found.extend(map(FoldedBlocks.of, blocks))
-        return made
+        return program
     if problem is not None:
         folding.agree("not compiled")
     log.debug("%s are compiled one by one: %s", text, problem or "another rank failed")
@@ -61,12 +61,12 @@ def _found(gm: fx.GraphModule) -> list[Blocks]:
 
 def _compiled(gm: fx.GraphModule, blocks: list[Blocks], compile_graph: Compile) -> Any:
     folded, copies = _copied(gm)
-    rows = [each.copied(copies) for each in blocks]
+    rows = [repeated.copied(copies) for repeated in blocks]
     run_passes(folded, (fold_repeated_blocks,), rows)
-    made = compile_graph(folded)
-    if isinstance(made, CompiledFxGraph):
-        check_results(made.source_code)
-    return made
+    program = compile_graph(folded)
+    if isinstance(program, CompiledFxGraph):
+        check_results(program.source_code)
+    return program
 
 
 def _copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -74,9 +74,9 @@ def _copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.output(graph.graph_copy(gm.graph, copies))
     output.meta = copy.copy(gm.graph.output_node().meta)
-    made = fx.GraphModule(gm, graph)
-    made.meta.update(gm.meta)
-    return made, copies
+    module = fx.GraphModule(gm, graph)
+    module.meta.update(gm.meta)
+    return module, copies
 
 
 class SharedResult(Exception):
@@ -103,7 +103,7 @@ def check_results(code: str) -> int:
         if operands is None or returned is None:
             raise SharedResult(f"{function['name']} cannot be read")
         names = _NAME.findall(returned["results"])
-        given = set(operands["names"].split(", "))
-        if len(set(names)) < len(names) or not given.isdisjoint(names):
+        operand_names = set(operands["names"].split(", "))
+        if len(set(names)) < len(names) or not operand_names.isdisjoint(names):
             raise SharedResult(f"{function['name']} returns ({returned['results']})")
     return len(functions)

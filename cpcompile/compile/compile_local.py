@@ -122,8 +122,8 @@ def compile_local(
 
 def _problems(inputs: Sequence[Any], has_rings: bool) -> tuple[str, ...]:
     """Say what this torch has changed; a ring is tried only if there is one."""
-    if (found := inductor_compat.problems()) or not has_rings:
-        return found
+    if (issues := inductor_compat.problems()) or not has_rings:
+        return issues
     devices = {x.device.type for x in inputs if isinstance(x, torch.Tensor)}
     accelerators = sorted(devices - {"cpu", "meta"})
     problem = ring_problem(accelerators[0] if accelerators else "cpu")
@@ -201,8 +201,8 @@ def kernel_of(ring: fx.Node) -> str | None:
 def _places(graph: fx.Graph) -> RingRanks:
     """Return this process's rank and size in every group that a ring runs on."""
     groups = {ring_group(node) for node in all_nodes(graph)} - {None}
-    found = ((name, group_by_name(name)) for name in sorted(map(str, groups)))
-    return tuple((name, group.rank(), group.size()) for name, group in found)
+    named_groups = ((name, group_by_name(name)) for name in sorted(map(str, groups)))
+    return tuple((name, group.rank(), group.size()) for name, group in named_groups)
 
 
 class _OurPass(CustomGraphPass):
@@ -213,8 +213,8 @@ class _OurPass(CustomGraphPass):
         self.earlier = tuple(earlier) if several else (earlier,) if earlier else ()
 
     def __call__(self, graph: fx.Graph) -> None:
-        for each in self.earlier:
-            each(graph)
+        for earlier_pass in self.earlier:
+            earlier_pass(graph)
         assert graph.owning_module is not None, "Inductor compiles modules"
         self.run(graph.owning_module)
 
@@ -228,8 +228,12 @@ class _OurPass(CustomGraphPass):
     def uuid(self) -> Any | None:
         """Return what Inductor's cache has to tell apart; None prevents caching."""
         earlier = []
-        for each in self.earlier:
-            key = each.uuid() if isinstance(each, CustomGraphPass) else None
+        for earlier_pass in self.earlier:
+            key = (
+                earlier_pass.uuid()
+                if isinstance(earlier_pass, CustomGraphPass)
+                else None
+            )
             if key is None:
                 return None
             earlier.append(key)

@@ -142,20 +142,20 @@ class _WatchedInterpreter(fx.Interpreter):
                 outer.claim(x.grad_fn, n)
         return result
 
-    def claim(self, made: Any, by: fx.Node) -> None:
+    def claim(self, root: Any, by: fx.Node) -> None:
         """Remember that `by` has made these nodes of autograd, if they are new."""
 
         def begins(*_: Any) -> None:
             self.running = by
 
-        found = [made]
-        while found:
-            node = found.pop()
+        pending = [root]
+        while pending:
+            node = pending.pop()
             if node is None or node in self.known:
                 continue
             self.known.add(node)
             node.register_prehook(begins)
-            found += [parent for parent, _ in node.next_functions]
+            pending += [parent for parent, _ in node.next_functions]
 
 
 def _leaf(x: Any) -> Any:

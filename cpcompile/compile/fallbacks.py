@@ -41,10 +41,10 @@ def attempt_with_fallbacks(
         tried = attempt(group, lambda: (*make(to_gather), ""), final, doing)  # noqa: B023
         if tried.problem is None:
             return tried
-        found = _of_all_ranks(group, tried.problem, doing)
-        if found.keys() <= gathered.keys():
+        new_calls = _of_all_ranks(group, tried.problem, doing)
+        if new_calls.keys() <= gathered.keys():
             return tried
-        gathered |= found
+        gathered |= new_calls
     return tried
 
 

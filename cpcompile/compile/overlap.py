@@ -57,20 +57,20 @@ def shifts(code: str) -> tuple[Shift, ...]:
                 waits.setdefault(match["tensor"], number)
         elif _STEP.search(line):
             steps.append(number)
-    found = []
+    ring_shifts = []
     for result, (where, start) in started.items():
         own = [part for part, whole in parts.items() if whole == result]
         complete = own and all(part in waits for part in own)
         end = min(waits[part] for part in own) if complete else None
         between = tuple(s for s in steps if start < s and (end is None or s < end))
-        found.append(Shift(where, start, end, between))
-    return tuple(found)
+        ring_shifts.append(Shift(where, start, end, between))
+    return tuple(ring_shifts)
 
 
 def check_overlap(code: str) -> tuple[Shift, ...]:
     """Raise RingOverlapError unless every shift of `code` is hidden; return them."""
-    found = shifts(code)
-    for shift in found:
+    ring_shifts = shifts(code)
+    for shift in ring_shifts:
         if not shift.is_hidden:
             happened = (
                 "is never waited for, or not all of it"
@@ -84,4 +84,4 @@ def check_overlap(code: str) -> tuple[Shift, ...]:
                 "may be the cause; cpcompile.config.unroll = 0 runs a ring as one "
                 "operator"
             )
-    return found
+    return ring_shifts

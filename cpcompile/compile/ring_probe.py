@@ -39,14 +39,14 @@ def ring_problem(device: str) -> str | None:
     It is the same on all ranks, because it depends on the installed torch alone.
     """
     try:
-        found = len(check_overlap(_code(device)))
+        messages = len(check_overlap(_code(device)))
     except Exception as error:  # whatever it is, the ring can stay one operator
         text = str(error).strip() or "no message"
         return f"a tiny ring: {type(error).__name__}: {text.splitlines()[0]}"
     # Keys and values are sent in every step but the last, their gradients in all.
     expected = 2 * _RANKS - 1
-    if found != expected:
-        return f"a tiny ring: its code has {found} messages, needed {expected}"
+    if messages != expected:
+        return f"a tiny ring: its code has {messages} messages, needed {expected}"
     return None
 
 

@@ -23,5 +23,5 @@ def sources_digest() -> str:
 def sources(package: pathlib.Path) -> list[pathlib.Path]:
     """List our sources, with those of the passes: in a checkout these are a link."""
     folders = (package, package / "passes")
-    found = {p for f in folders for end in ("*.py", "*.jinja") for p in f.rglob(end)}
-    return sorted(found)
+    paths = {p for f in folders for end in ("*.py", "*.jinja") for p in f.rglob(end)}
+    return sorted(paths)

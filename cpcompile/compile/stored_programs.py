@@ -46,7 +46,7 @@ class Kept:
 def load_or_compile(
     compile_program: Callable[[bool], T],
     key: ProgramKey | None,
-    found: CompilationFindings,
+    findings: CompilationFindings,
     all_gather_text: AllGatherText,
 ) -> tuple[T, dict[str, str]]:
     """Load the program if all ranks have kept it, else compile and keep it.
@@ -58,20 +58,20 @@ def load_or_compile(
         key: None if there is none, then all ranks compile and none keeps.
         all_gather_text: takes a text of this rank, and gives those of all ranks.
     """
-    loaded, kept = (None, Kept("")) if key is None else _loaded(compile_program, key)
+    loaded, stored = (None, Kept("")) if key is None else _loaded(compile_program, key)
     texts = all_gather_text(
-        json.dumps((kept.mark, secrets.token_hex(8), key is not None))
+        json.dumps((stored.mark, secrets.token_hex(8), key is not None))
     )
     answers = [json.loads(text) for text in texts]
-    if loaded is not None and all(mark == kept.mark for mark, _, _ in answers):
-        for name, values in kept.lists.items():
-            found.lists[name].extend(values)
-        return loaded, kept.texts
+    if loaded is not None and all(mark == stored.mark for mark, _, _ in answers):
+        for name, values in stored.lists.items():
+            findings.lists[name].extend(values)
+        return loaded, stored.texts
     if key is None or not all(has_key for _, _, has_key in answers):
-        return compile_program(False), found.texts()
+        return compile_program(False), findings.texts()
     mark: str = answers[0][1]
-    with torch_cache.keeping(key, lambda: Kept(mark, found.lists, found.texts())):
-        return compile_program(True), found.texts()
+    with torch_cache.keeping(key, lambda: Kept(mark, findings.lists, findings.texts())):
+        return compile_program(True), findings.texts()
 
 
 def _loaded(

@@ -178,16 +178,16 @@ def finding(key: ProgramKey) -> Iterator[list[Any]]:
     notes: list[Any] = []
 
     def noted_lookup(*args: Any, **kwargs: Any) -> Any:
-        found = lookup(*args, **kwargs)
-        if found is not None:
-            notes.append(getattr(found[0], "cpcompile", None))
-        return found
+        entry = lookup(*args, **kwargs)
+        if entry is not None:
+            notes.append(getattr(entry[0], "cpcompile", None))
+        return entry
 
     def try_load(*args: Any, **kwargs: Any) -> Any:
-        found, aot_config = load(*args, **kwargs)
-        if found is None:
+        compiled, aot_config = load(*args, **kwargs)
+        if compiled is None:
             raise NotKept
-        return found, aot_config
+        return compiled, aot_config
 
     with (
         _key_of(key),
@@ -206,12 +206,12 @@ def keeping(key: ProgramKey, note: Callable[[], Any]) -> Iterator[None]:
     note: called when the program is complete; what it returns is kept with it.
     """
     save = AOTAutogradCache.save
-    kept: list[str] = []
+    stored_names: list[str] = []
 
     def save_noted(name: str, entry: Any, *args: Any, **kwargs: Any) -> None:
         entry.cpcompile = note()
         save(name, entry, *args, **kwargs)
-        kept.append(name)
+        stored_names.append(name)
 
     def not_found(name: str, *_: Any) -> None:
         shutil.rmtree(AOTAutogradCache._get_tmp_dir_for_key(name), ignore_errors=True)
@@ -222,7 +222,7 @@ def keeping(key: ProgramKey, note: Callable[[], Any]) -> Iterator[None]:
         mock.patch.object(AOTAutogradCache, "save", staticmethod(save_noted)),
     ):
         yield
-    if not kept:
+    if not stored_names:
         log.info(
             "a second start compiles again: AOTAutograd's cache has taken no program; "
             'TORCH_LOGS="+torch._functorch._aot_autograd.autograd_cache" may say why'

@@ -108,10 +108,13 @@ def compiled_or_loaded(
         if how.options.inner != "inductor":
             return CompiledProgram(how.compile(gm, inputs, keep=False), texts())
         key = _key(gm, how) if _may_keep() else None
-        found = CompilationFindings(how.lists(), texts)
+        findings = CompilationFindings(how.lists(), texts)
         return CompiledProgram(
             *load_or_compile(
-                lambda keep: how.compile(gm, inputs, keep), key, found, all_gather_text
+                lambda keep: how.compile(gm, inputs, keep),
+                key,
+                findings,
+                all_gather_text,
             )
         )
 

@@ -182,7 +182,7 @@ def _forms(
             factorised = row.degrees(workload.ranks)
             if strategy is Strategy.HYBRID and mesh is not None:
                 # So that the reason against it is the first.
-                factorised = [mesh, *(each for each in factorised if each != mesh)]
+                factorised = [mesh, *(other for other in factorised if other != mesh)]
             for degrees in factorised:
                 yield strategy, degrees, layout
 

@@ -50,11 +50,11 @@ def region(
 
 def regions(decide: Callable[[int], Plan], low: int, high: int) -> list[Interval]:
     """Return all decisions in [low, high), in order, without gaps."""
-    found, start = [], low
+    intervals, start = [], low
     while start < high:
-        found.append(region(decide, start, start, high))
-        start = found[-1].high
-    return found
+        intervals.append(region(decide, start, start, high))
+        start = intervals[-1].high
+    return intervals
 
 
 def _edge(same: Callable[[int], bool], start: int, limit: int) -> int:

@@ -32,9 +32,9 @@ def to_dict(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): to_dict(each) for key, each in value.items()}
+        return {str(key): to_dict(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
-        return [to_dict(each) for each in value]
+        return [to_dict(element) for element in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise TypeError(f"{type(value).__name__} has no form in JSON: {value!r}")

@@ -114,9 +114,9 @@ def plan(
 
 
 def _one_of(name: str, value: str, choices: object) -> str:
-    known = list(choices)  # type: ignore[call-overload]  # a dict or a list of str
-    if value not in known:
+    names = list(choices)  # type: ignore[call-overload]  # a dict or a list of str
+    if value not in names:
         raise ValueError(
-            f"cp.plan: {name} is {value!r}; needed one of {', '.join(known)}"
+            f"cp.plan: {name} is {value!r}; needed one of {', '.join(names)}"
         )
     return value

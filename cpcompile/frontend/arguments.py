@@ -63,16 +63,16 @@ class Frame:
 
     def argument_names(self) -> dict[str, Any]:
         """Return every name of an argument, in "batch.tokens" style, with its value."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name, value in self.values.items():
             if name not in ("self", "args") or not _is_plumbing(value):
-                _collect(name, value, found)
+                _collect(name, value, arguments)
         positional = self.values.get("args")
         for name, value in zip(
             self._positional_names(), positional or (), strict=False
         ):
-            found.setdefault(name, value)
-        return found
+            arguments.setdefault(name, value)
+        return arguments
 
     def positional_name(self, index: int) -> str | None:
         """Return the name of the index-th of *args, where a wrapper hides it."""
@@ -97,13 +97,13 @@ def _forward_names(module: torch.nn.Module) -> list[str]:
 
 
 def named_inputs(
-    graph: fx.Graph, shard: Mapping[str, int], frame: Frame, known: set[str]
+    graph: fx.Graph, shard: Mapping[str, int], frame: Frame, earlier: set[str]
 ) -> dict[fx.Node, tuple[str, int]]:
     """Return the placeholders that `shard` names, with name and dimension.
 
     A name is the argument's name, or the end of its dotted path ("batch.tokens").
-    Names in `known` were found in an earlier graph of the same compiled function and
-    may be absent from this one, which may be a part of it; `known` grows.
+    Names in `earlier` were found in an earlier graph of the same compiled function and
+    may be absent from this one, which may be a part of it; `earlier` grows.
 
     Raises: InputError for a name that no argument has, that several have, or that is
     not a tensor.
@@ -113,7 +113,7 @@ def named_inputs(
         for node in graph.find_nodes(op="placeholder")
         if (path := argument_path(node, frame)) is not None
     }
-    found: dict[fx.Node, tuple[str, int]] = {}
+    named: dict[fx.Node, tuple[str, int]] = {}
     for name, dim in shard.items():
         wanted = tuple(name.split("."))
         matches = [n for n, path in paths.items() if path[-len(wanted) :] == wanted]
@@ -126,11 +126,11 @@ def named_inputs(
                 f"so: {several}; needed one: use its dotted path"
             )
         if tensors:
-            found[tensors[0]] = (name, dim)
-        elif name not in known and not frame.is_part:
+            named[tensors[0]] = (name, dim)
+        elif name not in earlier and not frame.is_part:
             _check_absent(name, wanted, frame)
-    known.update(shard)
-    return found
+    earlier.update(shard)
+    return named
 
 
 def _check_absent(name: str, wanted: tuple[str, ...], frame: Frame) -> None:
@@ -138,15 +138,15 @@ def _check_absent(name: str, wanted: tuple[str, ...], frame: Frame) -> None:
 
     A name without a graph input is fine only if this graph does not use it.
     """
-    known = frame.argument_names()
+    arguments = frame.argument_names()
     matches = [
         value
-        for path, value in known.items()
+        for path, value in arguments.items()
         if tuple(path.split("."))[-len(wanted) :] == wanted
     ]
     if not matches:
         tensors = sorted(
-            path for path, value in known.items() if isinstance(value, Tensor)
+            path for path, value in arguments.items() if isinstance(value, Tensor)
         )
         raise InputError(
             f"options['shard'] names {name!r}, and no argument of {frame.name} is "
@@ -235,8 +235,8 @@ def _is_plumbing(value: Any) -> bool:
     return isinstance(value, tuple) or hasattr(value, "named_parameters")
 
 
-def _collect(path: str, value: Any, found: dict[str, Any]) -> None:
-    found[path] = value
+def _collect(path: str, value: Any, collected: dict[str, Any]) -> None:
+    collected[path] = value
     items: dict[str, Any] = {}
     if isinstance(value, Mapping):
         items = {k: v for k, v in value.items() if isinstance(k, str)}
@@ -245,4 +245,4 @@ def _collect(path: str, value: Any, found: dict[str, Any]) -> None:
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         items = dict(zip(value._fields, value, strict=True))
     for name, inner in items.items():
-        _collect(name if path in ("kwargs",) else f"{path}.{name}", inner, found)
+        _collect(name if path in ("kwargs",) else f"{path}.{name}", inner, collected)

@@ -39,11 +39,11 @@ def infer_inputs(
     their sequence; the choice is the user's then.
     """
     inputs = graph.find_nodes(op="placeholder")
-    kept = kept_inputs(graph)
-    values = (fake_value(x) for x in inputs if x not in kept)
+    kept_nodes = kept_inputs(graph)
+    values = (fake_value(x) for x in inputs if x not in kept_nodes)
     if any(isinstance(x, DTensor) and _has_axis(x, mesh) for x in values):
         return {}
-    paths = {x: argument_path(x, frame) for x in inputs if x not in kept}
+    paths = {x: argument_path(x, frame) for x in inputs if x not in kept_nodes}
     names = {x: ".".join(path) for x, path in paths.items() if path is not None}
     operands = [x for node in all_nodes(graph) for x in token_operands(node)]
     patterns: list[AttentionPattern | AttentionWithWeights] = [
@@ -53,24 +53,24 @@ def infer_inputs(
     if not names or not (operands or patterns):
         return {}
     fake_mode = fake_mode_of(graph)
-    found: dict[fx.Node, tuple[str, int]] = {}
+    named: dict[fx.Node, tuple[str, int]] = {}
     unclear: dict[str, list[int]] = {}
     called = SequenceDims(graph, operands, fake_mode, mesh, axis)
     for node, dims in _dims_of(names, called):
         if len(dims) == 1:
-            found[node] = (names[node], dims[0])
+            named[node] = (names[node], dims[0])
         else:
             unclear[names[node]] = sorted(dims)
     if unclear and not frame.is_part:
-        raise InputError(_several(frame, dict(found.values()), unclear))
+        raise InputError(_several(frame, dict(named.values()), unclear))
     attended = over_sequences(graph, patterns, fake_mode, mesh, axis, set(names), set())
     operands = [x for call in attended for x in call.tokens]
-    others = SequenceDims(graph, operands, fake_mode, mesh, axis)
-    for node, dims in _dims_of(names, others):
+    written_dims = SequenceDims(graph, operands, fake_mode, mesh, axis)
+    for node, dims in _dims_of(names, written_dims):
         # An input with several dims gets none: attention by hand may stay as it is.
-        if node not in found and names[node] not in unclear and len(dims) == 1:
-            found[node] = (names[node], dims[0])
-    return found
+        if node not in named and names[node] not in unclear and len(dims) == 1:
+            named[node] = (names[node], dims[0])
+    return named
 
 
 def _dims_of(

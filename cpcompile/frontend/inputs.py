@@ -50,8 +50,8 @@ def classify_inputs(
     managed, local = reducers(active_ddp()), options.local_view
     if local:
         _check_local_view(graph, options, frame)
-    by_name = {node.name: given for node, given in named.items()}
-    kept = kept_inputs(graph)
+    by_name = {node.name: name_and_dim for node, name_and_dim in named.items()}
+    kept_nodes = kept_inputs(graph)
     inputs: dict[fx.Node, GraphInput] = {}
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
@@ -68,15 +68,17 @@ def classify_inputs(
                 gradient = settled(options.grad_sync, reducer, mesh, local)
                 by = None if reducer is None else str(reducer)
             if real_input(node) is example(node):
-                given = GraphInput(InputKind.OTHER_AXES, gradient=gradient, reducer=by)
+                graph_input = GraphInput(
+                    InputKind.OTHER_AXES, gradient=gradient, reducer=by
+                )
             else:
-                given = GraphInput(
+                graph_input = GraphInput(
                     InputKind.OTHER_AXES,
                     placements=value.placements,
                     layout=layout_of_input(node),
                     tokens=_tokens(node),
                 )
-            inputs[node] = given
+            inputs[node] = graph_input
         elif isinstance(value, DTensor):
             if node.name in by_name:
                 warn_once(
@@ -84,7 +86,7 @@ def classify_inputs(
                     f"DTensor already; its own placements {value.placements} count"
                 )
             whole = all(p.is_replicate() for p in value.placements)
-            if node in kept and not whole:
+            if node in kept_nodes and not whole:
                 own = GraphInput(InputKind.KEPT, placements=value.placements)
                 inputs[node] = own
                 continue
@@ -131,13 +133,13 @@ def classify_inputs(
 def _check_local_view(graph: fx.Graph, options: Options, frame: Frame) -> None:
     values = map(fake_value, graph.find_nodes(op="placeholder"))
     if options.mesh is not None or options.shard:
-        given = "options['mesh'] or options['shard']"
+        actual = "options['mesh'] or options['shard']"
     elif frame.is_part or any(isinstance(value, DTensor) for value in values):
         return
     else:
-        given = "plain tensors"
+        actual = "plain tensors"
     raise InputError(
-        f"{frame.name} is compiled by cp.ContextParallel, and called with {given}; "
+        f"{frame.name} is compiled by cp.ContextParallel, and called with {actual}; "
         'needed DTensors of local tokens: parallelize_module(module, mesh["cp"], '
         "cp.ContextParallel({argument: dim}))"
     )
@@ -148,16 +150,16 @@ def given_layout(inputs: dict[fx.Node, GraphInput], options: Options) -> Layout 
 
     Raises: InputError if there are several.
     """
-    found = {x.layout for x in inputs.values()} - {Layout.CONTIGUOUS}
-    if options.layout is not None and found:
-        found.add(options.layout)
-    if len(found) > 1:
-        names = " and ".join(sorted(layout.value for layout in found))
+    layouts = {x.layout for x in inputs.values()} - {Layout.CONTIGUOUS}
+    if options.layout is not None and layouts:
+        layouts.add(options.layout)
+    if len(layouts) > 1:
+        names = " and ".join(sorted(layout.value for layout in layouts))
         raise InputError(
             f"tokens are given and wanted in the layouts {names}; needed one: leave "
             "options['layout'] away, and pass one layout to cp.shard"
         )
-    return found.pop() if found else options.layout
+    return layouts.pop() if layouts else options.layout
 
 
 def _tokens(node: fx.Node) -> int:
@@ -190,25 +192,28 @@ def is_parameter(node: fx.Node) -> bool:
 def input_names(ctx: Context, frame: Frame) -> Inputs:
     """Return the inputs of a graph by the names that a user knows."""
     names, parameters = [], set()
-    for place, (node, given) in enumerate(ctx.inputs.items()):
+    for place, (node, graph_input) in enumerate(ctx.inputs.items()):
         state, path = state_name(node), argument_path(node, frame)
         name = ".".join(path) if path else node.name
-        names.append(state.split(" ", 1)[1] if state else given.name or name)
-        if is_parameter(node) or given.kind in PARAMETERS:
+        names.append(state.split(" ", 1)[1] if state else graph_input.name or name)
+        if is_parameter(node) or graph_input.kind in PARAMETERS:
             parameters.add(place)
     return Inputs(tuple(names), frozenset(parameters), ctx.group_name)
 
 
-def local_value(x: Any, given: GraphInput) -> Any:
+def local_value(x: Any, graph_input: GraphInput) -> Any:
     """Return what enters a compiled program for an input; differentiable."""
     x = stands_for(x)
-    if given.kind is InputKind.LOCAL_PART:
+    if graph_input.kind is InputKind.LOCAL_PART:
         return local_part(x)
-    if not given.is_dtensor:
+    if not graph_input.is_dtensor:
         return arrived(x)
-    if given.gradient is GradSync.REDUCE or given.kind is InputKind.OTHER_AXES:
+    if (
+        graph_input.gradient is GradSync.REDUCE
+        or graph_input.kind is InputKind.OTHER_AXES
+    ):
         return local_part(x)
-    return x.to_local(grad_placements=[Partial()] * len(given.placements))
+    return x.to_local(grad_placements=[Partial()] * len(graph_input.placements))
 
 
 def local_example(node: fx.Node) -> Tensor:

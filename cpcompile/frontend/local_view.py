@@ -170,7 +170,7 @@ class LocalView:
         length, parts = sequence.length, 1
         if self._other is not None and x.shape[dim] != tokens.count(rank):
             parts = self._other.size()
-        counts = [tokens.count(each) for each in range(ranks)]
+        counts = [tokens.count(peer) for peer in range(ranks)]
         if x.shape[dim] * parts != counts[rank] or any(n % parts for n in counts):
             raise InputError(
                 f"cp.ContextParallel: {where}: got {x.shape[dim]} tokens in dimension "
@@ -194,8 +194,8 @@ class LocalView:
         mark(whole, sequence.layout)
         if self._other is None:
             return whole
-        seen = (*x.shape[:dim], length // parts, *x.shape[dim + 1 :])
-        return stand_in(whole, self._mesh, seen)
+        local_shape = (*x.shape[:dim], length // parts, *x.shape[dim + 1 :])
+        return stand_in(whole, self._mesh, local_shape)
 
     def _or_chunks(self, counts: list[int]) -> str:
         if self._other is None:

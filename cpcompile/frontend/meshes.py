@@ -101,12 +101,12 @@ def read_stand_ins(graph: fx.Graph) -> None:
         tokens = stands_for(example(node))
         if tokens is example(node):
             continue
-        seen = fake_value(node)
-        with seen.fake_mode:
+        fake = fake_value(node)
+        with fake.fake_mode:
             shape = tokens._local_tensor.shape
-            local = torch.empty(shape, dtype=seen.dtype, device=seen.device)
+            local = torch.empty(shape, dtype=fake.dtype, device=fake.device)
         node.meta["example_value"] = DTensor.from_local(
-            local.requires_grad_(seen.requires_grad),
+            local.requires_grad_(fake.requires_grad),
             tokens.device_mesh,
             tokens.placements,
             run_check=False,

@@ -75,15 +75,15 @@ def reducers(ddp: DistributedDataParallel | None) -> dict[int, Reducer]:
 
     ddp: the module whose forward is running.
     """
-    found = {} if ddp is None else _of_ddp(ddp)
+    by_id = {} if ddp is None else _of_ddp(ddp)
     for reference in list(_module_state_mapping.values()):
         for group in getattr(reference(), "_fsdp_param_groups", ()):
             reducer = _of_fsdp(group)
             for parameter in group.fsdp_params:
                 whole = getattr(parameter, "_unsharded_param", None)
                 if whole is not None:
-                    found[id(whole)] = reducer
-    return found
+                    by_id[id(whole)] = reducer
+    return by_id
 
 
 def _of_ddp(ddp: DistributedDataParallel) -> dict[int, Reducer]:
@@ -199,7 +199,7 @@ def gradient_contracts(ctx: Context) -> str:
 
     It does not say for which wrapper: one over dp has other ranks on each rank of cp.
     """
-    counts = Counter(given.gradient.value for given in ctx.inputs.values())
+    counts = Counter(graph_input.gradient.value for graph_input in ctx.inputs.values())
     return ", ".join(f"{count} {gradient}" for gradient, count in counts.items())
 
 
@@ -214,9 +214,9 @@ class GradientContracts:
         self._mesh, self._local = ctx.mesh, options.local_view
         self._frame, self._backward = frame.name, ctx.backward
         self._parameters = [
-            (place, given)
-            for place, given in enumerate(ctx.inputs.values())
-            if given.kind in PARAMETERS and not given.placements
+            (place, graph_input)
+            for place, graph_input in enumerate(ctx.inputs.values())
+            if graph_input.kind in PARAMETERS and not graph_input.placements
         ]
         # By the first parameter: the DDP module around a call that was right.
         self._checked: Any = WeakIdKeyDictionary()
@@ -236,23 +236,23 @@ class GradientContracts:
         if first in self._checked and self._checked[first] is around:
             return
         managed = reducers(None if around is None else around())
-        for place, given in self._parameters:
+        for place, graph_input in self._parameters:
             now = managed.get(id(args[place]))
-            if not self._fits(given, now):
+            if not self._fits(graph_input, now):
                 raise InputError(
                     f"{self._frame} was compiled while its parameters were managed by "
-                    f"{given.reducer or 'no wrapper'}, and they are managed by "
+                    f"{graph_input.reducer or 'no wrapper'}, and they are managed by "
                     f"{now or 'no wrapper'} now; their gradients would be wrong. Wrap "
                     "a model before its first call, or call torch.compiler.reset() "
                     "after it was wrapped or unwrapped"
                 )
         self._checked[first] = around
 
-    def _fits(self, given: GraphInput, now: Reducer | None) -> bool:
+    def _fits(self, graph_input: GraphInput, now: Reducer | None) -> bool:
         if now is None:
-            return given.reducer is None
+            return graph_input.reducer is None
         try:
-            settled(given.gradient, now, self._mesh, self._local)
+            settled(graph_input.gradient, now, self._mesh, self._local)
         except InputError:
             return False
         return True

@@ -97,18 +97,18 @@ def agreed_request(
         parsed = parse_options(options, mode)
         check_process_group()
         read_stand_ins(graph)
-        found = find_mesh(graph, parsed, frame)
-        if found is None or not has_tensors(graph):  # a part, around a graph break
+        mesh_axis = find_mesh(graph, parsed, frame)
+        if mesh_axis is None or not has_tensors(graph):  # a part, around a graph break
             return parsed
-        mesh, axis = found
+        mesh, axis = mesh_axis
         begin_anew_without_floats(graph)
         read_local_parts(graph)
         _check_device(mesh, axis)
         tracing.forget_decisions()
-        known = set() if frame.code is None else _known_names.get(frame.code, set())
-        named = named_inputs(graph, parsed.shard, frame, known)
+        names = set() if frame.code is None else _known_names.get(frame.code, set())
+        named = named_inputs(graph, parsed.shard, frame, names)
         if frame.code is not None:
-            _known_names[frame.code] = known
+            _known_names[frame.code] = names
         if not parsed.shard or frame.is_part:
             named = infer_inputs(graph, frame, mesh, axis) | named
         length = symbolic_length(graph, named, mesh, axis)
@@ -138,9 +138,9 @@ def _announce(group: ProcessGroup, doing: str) -> None:
 def _group(graph: fx.Graph, options: Any, frame: Frame) -> ProcessGroup | None:
     """Return the ranks that wait for this one, if mesh and axis at least are right."""
     try:
-        given = {k: options[k] for k in ("mesh", "axis") if k in (options or ())}
-        found = find_mesh(graph, parse_options(given), frame)
-        return None if found is None else found[0].get_group(found[1])
+        mesh_options = {k: options[k] for k in ("mesh", "axis") if k in (options or ())}
+        mesh_axis = find_mesh(graph, parse_options(mesh_options), frame)
+        return None if mesh_axis is None else mesh_axis[0].get_group(mesh_axis[1])
     except Exception:  # it cannot be told; the first error counts
         return None
 

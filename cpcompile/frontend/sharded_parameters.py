@@ -112,9 +112,9 @@ def _sharded(x: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     placement = Shard(0) if x.ndim else Replicate()
     source = None if x.device.type == "meta" else 0
     local = distribute_tensor(x.detach(), mesh, [placement], src_data_rank=source)
-    made = nn.Parameter(local, requires_grad=x.requires_grad)
-    made.__dict__.update(x.__dict__)  # what others have noted on it
-    return made
+    parameter = nn.Parameter(local, requires_grad=x.requires_grad)
+    parameter.__dict__.update(x.__dict__)  # what others have noted on it
+    return parameter
 
 
 @functools.cache

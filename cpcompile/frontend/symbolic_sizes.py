@@ -105,7 +105,7 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
 
     Asking a symbol for its value adds a guard: Dynamo recompiles for other values.
     """
-    kept = set() if length is None else length.node.expr.free_symbols
+    symbols = set() if length is None else length.node.expr.free_symbols
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
         sizes: list[Any] = [value] if isinstance(value, torch.SymInt) else []
@@ -115,7 +115,7 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
             local = value.to_local()
             sizes += [*local.shape, *local.stride()]
         for size in sizes:
-            if is_symbol(size) and not size.node.expr.free_symbols <= kept:
+            if is_symbol(size) and not size.node.expr.free_symbols <= symbols:
                 if length is not None and expected(size) == expected(length):
                     require(size == length)  # as in a mask, which nothing shards
                 else:

@@ -60,8 +60,8 @@ def dbias(
     operands = (grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
     tensors, limits = gradient_operands(*operands), (upper_rows_R, lower_rows_R)
     named = dict(zip(("UPPER", "LOWER"), limits, strict=True))
-    seen = (named, visible, scale, changes)
-    launch_kernel(Kernel.DBIAS, tensors, {}, *seen, sums, config)
+    visibility = (named, visible, scale, changes)
+    launch_kernel(Kernel.DBIAS, tensors, {}, *visibility, sums, config)
     if by_key:
         return sums[0, ..., :K]
     # Entry n of the second copy has j - i = n - (row_tiles - 1) block; of the first one

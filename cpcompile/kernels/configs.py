@@ -202,5 +202,5 @@ def _table(architecture: str) -> str:
     version = int(architecture.removeprefix("sm"))
     if architecture in _SMALL or version < 80:
         return "small"
-    known = (80, 90, 100)
-    return f"sm{max(x for x in known if x <= version)}"
+    capabilities = (80, 90, 100)
+    return f"sm{max(x for x in capabilities if x <= version)}"

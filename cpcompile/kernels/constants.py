@@ -57,12 +57,14 @@ class BiasConstants:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by their names in the templates."""
-        found = {
+        by_name = {
             "KEYS": self.keys_K,
             "BIAS": self.table_BHN,
             "ROW_SHIFT": self.row_shift_BHR,
         }
-        return found if self.offsets_R is None else found | {"OFFSETS": self.offsets_R}
+        return (
+            by_name if self.offsets_R is None else by_name | {"OFFSETS": self.offsets_R}
+        )
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class ScoreModConstants:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by their names in the templates."""
-        found = {"ROWS": self.rows_R, "KEYS": self.keys_K}
-        return found | {"VALUES": self.values_N, "BATCHES": self.batches_B}
+        by_name = {"ROWS": self.rows_R, "KEYS": self.keys_K}
+        return by_name | {"VALUES": self.values_N, "BATCHES": self.batches_B}
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,8 @@ class ScoreModifiers:
 
         They read the same positions of rows and keys.
         """
-        given = (self.dropping, self.scoring, self.biasing)
-        return {n: x for y in given if y is not None for n, x in y.tensors.items()}
+        modifiers = (self.dropping, self.scoring, self.biasing)
+        return {n: x for y in modifiers if y is not None for n, x in y.tensors.items()}
 
     def of_part(self, rows: slice, keys: slice) -> ScoreModifiers:
         """Return the same changes for some of the rows and some of the keys."""

@@ -66,8 +66,8 @@ def forward(
     tensors = {"Q": q_BHRD, "K": k_BGKD, "V": v_BGKE, "LSE_OUT": lse}
     accumulators = {"OUT_IN": out_BHRE, "LSE_IN": lse_BHR}
     limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
-    seen = (limits, visible, scale, changes)
-    launch_kernel(Kernel.FORWARD, tensors, accumulators, *seen, out, config)
+    visibility = (limits, visible, scale, changes)
+    launch_kernel(Kernel.FORWARD, tensors, accumulators, *visibility, out, config)
     return out, lse
 
 
@@ -105,8 +105,8 @@ def dkdv(
     tensors["DV_OUT"] = dv
     accumulators = {"DK_IN": dk_BGKD, "DV_IN": dv_BGKE}
     limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
-    seen = (limits, visible, scale, changes)
-    launch_kernel(Kernel.DKDV, tensors, accumulators, *seen, dk, config)
+    visibility = (limits, visible, scale, changes)
+    launch_kernel(Kernel.DKDV, tensors, accumulators, *visibility, dk, config)
     return dk, dv
 
 
@@ -135,8 +135,8 @@ def dq(
         return dq
     tensors = gradient_operands(grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
     limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
-    seen = (limits, visible, scale, changes)
-    launch_kernel(Kernel.DQ, tensors, {"DQ_IN": dq_BHRD}, *seen, dq, config)
+    visibility = (limits, visible, scale, changes)
+    launch_kernel(Kernel.DQ, tensors, {"DQ_IN": dq_BHRD}, *visibility, dq, config)
     return dq
 
 
@@ -169,19 +169,21 @@ def launch_kernel(
 ) -> None:
     """Run a kernel on tensors by their names in its template, and write to `output`."""
     q, v = operands["Q"], operands["V"]
-    given = {n: x for n, x in {**accumulators, **limits}.items() if x is not None}
-    given |= changes.tensors
+    optional_tensors = {
+        n: x for n, x in {**accumulators, **limits}.items() if x is not None
+    }
+    optional_tensors |= changes.tensors
     accumulate = any(x is not None for x in accumulators.values())
     assert not accumulate or all(x is not None for x in accumulators.values()), (
         f"{kernel}: {list(accumulators)} are given together or not at all"
     )
     tensors = {
-        name: dense_rows((operands | given)[name])
+        name: dense_rows((operands | optional_tensors)[name])
         for name in tensor_names(
             kernel,
             accumulate=accumulate,
-            upper_rows="UPPER" in given,
-            lower_rows="LOWER" in given,
+            upper_rows="UPPER" in optional_tensors,
+            lower_rows="LOWER" in optional_tensors,
             changes=changes,
         )
     }
@@ -195,8 +197,8 @@ def launch_kernel(
         value_dim=E,
         heads_per_kv=H // G,
         visible=visible,
-        upper_rows="UPPER" in given,
-        lower_rows="LOWER" in given,
+        upper_rows="UPPER" in optional_tensors,
+        lower_rows="LOWER" in optional_tensors,
         accumulate=accumulate,
         scale=scale,
         precision=dot_precision(q.dtype),

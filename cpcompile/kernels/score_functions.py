@@ -153,14 +153,14 @@ def _name(call: ast.Call) -> str:
     return parts[3]
 
 
-def _argument(node: ast.expr, known: dict[str, Any]) -> Any:
+def _argument(node: ast.expr, values: dict[str, Any]) -> Any:
     match node:
         case ast.Name("inf" | "nan" as name):
             return Number(f'float("{name}")', "float")
         case ast.Name(name):
-            if name not in known:
+            if name not in values:
                 raise NoExpression
-            return known[name]
+            return values[name]
         case ast.Constant(None):
             return None
         case ast.Constant(bool(x) | str(x)):
@@ -168,11 +168,11 @@ def _argument(node: ast.expr, known: dict[str, Any]) -> Any:
         case ast.Constant(int(x) | float(x)):
             return Number(repr(x), "int" if isinstance(x, int) else "float")
         case ast.UnaryOp(ast.USub(), operand):
-            x = _argument(operand, known)
+            x = _argument(operand, values)
             if isinstance(x, Number):
                 return Number(f"-{x.text}", x.kind)
         case ast.List(elements):
-            return [_argument(x, known) for x in elements]
+            return [_argument(x, values) for x in elements]
         case ast.Attribute(ast.Name("torch"), name):
             return name
         case ast.Call():
@@ -180,13 +180,13 @@ def _argument(node: ast.expr, known: dict[str, Any]) -> Any:
     raise NoExpression
 
 
-def _value(call: ast.Call, known: dict[str, Any]) -> Any:
+def _value(call: ast.Call, values: dict[str, Any]) -> Any:
     name = _name(call)
     if name == "expand":
-        return _argument(call.args[0], known)
-    args = [_argument(x, known) for x in call.args]
+        return _argument(call.args[0], values)
+    args = [_argument(x, values) for x in call.args]
     options = {
-        str(x.arg): _argument(x.value, known)
+        str(x.arg): _argument(x.value, values)
         for x in call.keywords
         if x.arg not in ("device", "layout", "pin_memory", "memory_format")
     }

@@ -87,19 +87,19 @@ class AttentionSpec:
     def of_text(cls, text: str) -> AttentionSpec:
         """Undo `str`; raise ValueError for a word that is none of a spec."""
         words, _, score_mod = text.partition("score_mod=")
-        found: dict[str, Any] = {"extras": ()}
+        fields: dict[str, Any] = {"extras": ()}
         if score_mod:
-            found["score_mod"] = json.loads(score_mod)
+            fields["score_mod"] = json.loads(score_mod)
         for word in words.split():
             name, equals, value = word.partition("=")
             if word in ("causal", "lse"):
-                found["is_causal" if word == "causal" else "wants_lse"] = True
+                fields["is_causal" if word == "causal" else "wants_lse"] = True
             elif word.startswith("+") and word[1:] in EXTRAS:
-                found["extras"] += (word[1:],)
+                fields["extras"] += (word[1:],)
             elif equals and name in _READ:
-                found[name] = _READ[name](value)
+                fields[name] = _READ[name](value)
             elif not equals and word in _LAYOUTS:
-                found["layout"] = Layout(word)
+                fields["layout"] = Layout(word)
             else:
                 raise ValueError(
                     f"attention: got {word!r} in the spec {text!r}; needed causal, "
@@ -107,19 +107,19 @@ class AttentionSpec:
                     f"{['+' + x for x in EXTRAS]}, or a value of {list(_READ)}: make "
                     "the text by AttentionSpec"
                 )
-        if "scale" not in found:
+        if "scale" not in fields:
             raise ValueError(
                 f"attention: got the spec {text!r}; needed a scale in it: make the "
                 "text by AttentionSpec"
             )
-        return cls(**found)
+        return cls(**fields)
 
     def with_extras(
-        self, given: Mapping[str, Any | None]
+        self, tensors: Mapping[str, Any | None]
     ) -> tuple[AttentionSpec, list[Any]]:
         """Return the spec that names these tensors, and the list of them."""
-        names = tuple(name for name in EXTRAS if given.get(name) is not None)
-        return replace(self, extras=names), [given[name] for name in names]
+        names = tuple(name for name in EXTRAS if tensors.get(name) is not None)
+        return replace(self, extras=names), [tensors[name] for name in names]
 
     @property
     def changes_scores(self) -> bool:
@@ -195,8 +195,8 @@ class AttentionInputs:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are given, by name, in the order of EXTRAS."""
-        found = {name: getattr(self, name) for name in EXTRAS}
-        return {name: x for name, x in found.items() if x is not None}
+        by_name = {name: getattr(self, name) for name in EXTRAS}
+        return {name: x for name, x in by_name.items() if x is not None}
 
     def arguments(self) -> tuple[list[Tensor], str]:
         """Return extras and spec, as operators take them."""

@@ -51,8 +51,8 @@ def row_numbers(
         torch._assert_async(fits, f"{where}: shape mismatch: {message}")
     if by_token:
         return (ends - counts).reshape(mask.shape[:-1])
-    others = torch.arange(len(ends), device=mask.device) % max(rows, 1)
-    numbers = torch.where(counts == 1, ends - 1, others)
+    fallback_rows = torch.arange(len(ends), device=mask.device) % max(rows, 1)
+    numbers = torch.where(counts == 1, ends - 1, fallback_rows)
     return numbers.clamp(max=max(rows - 1, 0)).reshape(mask.shape)
 
 

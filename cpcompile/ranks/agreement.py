@@ -112,7 +112,7 @@ def _attempt(
 ) -> Attempt[T]:
     seconds = COMPILE_TIMEOUT_SECONDS
     try:
-        made, items, remark = make()
+        value, items, remark = make()
     except RankFailedError as error:  # received in an exchange inside of `make`
         if error.final:
             raise
@@ -124,7 +124,7 @@ def _attempt(
         is_final = isinstance(error, final) and not again
         message = Message(error=_text(error), final=is_final, again=again)
         messages = exchange(group, message, seconds, doing)
-        if is_final or all(each.again for each in messages):
+        if is_final or all(rank_word.again for rank_word in messages):
             raise
         failed = _failed(group, messages, doing)
         if failed is not None and failed.final:
@@ -144,7 +144,7 @@ def _attempt(
         if error.final:
             raise
         return Attempt(problem=error)
-    return Attempt(made, alike=alike)
+    return Attempt(value, alike=alike)
 
 
 def all_gather_text(group: ProcessGroup, text: str, doing: str) -> list[str]:
@@ -202,8 +202,10 @@ def _compare(
     messages = _gather_texts(group, Message(mine), seconds, doing, fix)
     digests, remarks = zip(*map(json.loads, messages), strict=True)
     if len(set(digests)) > 1:
-        seen = _gather_texts(group, Message(text), seconds, doing)
-        raise RankMismatchError(_differences_text(group, [json.loads(x) for x in seen]))
+        texts = _gather_texts(group, Message(text), seconds, doing)
+        raise RankMismatchError(
+            _differences_text(group, [json.loads(x) for x in texts])
+        )
     return len(set(remarks)) == 1
 
 
@@ -215,7 +217,7 @@ def _gather_texts(
     failed = _failed(group, messages, doing)
     if failed is not None:
         raise failed
-    return [each.text for each in messages]
+    return [rank_word.text for rank_word in messages]
 
 
 def _failed(
@@ -230,10 +232,10 @@ def _failed(
     if not errors:
         return None
     rank = min(errors, key=lambda r: (not errors[r].final, errors[r].again, r))
-    others = [
+    other_ranks = [
         str(r) for r, message in errors.items() if r != rank and not message.again
     ]
-    more = f" (nor can rank {', rank '.join(others)})" if others else ""
+    more = f" (nor can rank {', rank '.join(other_ranks)})" if other_ranks else ""
     return RankFailedError(
         f"rank {group.rank()} of group {group.group_name!r} {doing}, and rank {rank} "
         f"cannot{more}: {errors[rank].error}",
@@ -241,8 +243,8 @@ def _failed(
     )
 
 
-def _differences_text(group: ProcessGroup, seen: list[dict[str, str]]) -> str:
-    differences = _differences(seen)
+def _differences_text(group: ProcessGroup, descriptions: list[dict[str, str]]) -> str:
+    differences = _differences(descriptions)
     names = list(differences)
     fixes = [
         text
@@ -258,12 +260,14 @@ def _differences_text(group: ProcessGroup, seen: list[dict[str, str]]) -> str:
     )
 
 
-def _differences(seen: list[dict[str, str]]) -> dict[str, str]:
+def _differences(descriptions: list[dict[str, str]]) -> dict[str, str]:
     """Return the items that differ, with the first rank of each value."""
     texts = {}
-    for item in dict.fromkeys(item for description in seen for item in description):
+    for item in dict.fromkeys(
+        item for description in descriptions for item in description
+    ):
         first: dict[str, int] = {}
-        for rank, description in enumerate(seen):
+        for rank, description in enumerate(descriptions):
             first.setdefault(description.get(item, "nothing"), rank)
         if len(first) > 1:
             texts[item] = ", ".join(

@@ -99,14 +99,14 @@ class Watch:
 
     def gone(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return those of `ranks`, numbers in the group, that do not run, and why."""
-        found = {}
+        reasons = {}
         for rank in ranks:
             key = str(dist.get_global_rank(self._group, rank))
             if self._store.check([key]):
                 why = self._why_gone(rank, self._store.get(key).decode())
                 if why is not None:
-                    found[rank] = why
-        return found
+                    reasons[rank] = why
+        return reasons
 
     def _why_gone(self, rank: int, sign: str) -> str | None:
         host, process, started, _ = sign.split(" ")

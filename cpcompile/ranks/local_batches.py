@@ -65,8 +65,8 @@ def shard_batch(
     Raises: InputError if there is no tensor or no such dimension, if lengths differ,
     or for DTensors and unknown names.
     """
-    if layout not in [each.value for each in Layout]:
-        names = ", ".join(repr(each.value) for each in Layout)
+    if layout not in [choice.value for choice in Layout]:
+        names = ", ".join(repr(choice.value) for choice in Layout)
         raise InputError(
             f"cp.shard_batch: got layout {layout!r}; needed one of {names}"
         )
@@ -167,5 +167,5 @@ def _with_shifted_labels(batch: Mapping[str, Any], dim: int) -> dict[str, Any]:
         labels.narrow(dim, 0, min(1, labels.shape[dim])), IGNORED_LABEL
     )
     rest = labels.narrow(dim, 1, max(0, labels.shape[dim] - 1))
-    others = {name: x for name, x in batch.items() if name != "labels"}
-    return others | {"shift_labels": torch.cat([rest, end], dim)}
+    unshifted = {name: x for name, x in batch.items() if name != "labels"}
+    return unshifted | {"shift_labels": torch.cat([rest, end], dim)}

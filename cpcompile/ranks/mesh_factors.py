@@ -46,10 +46,10 @@ def hybrid_groups(mesh: DeviceMesh, axis: int, degrees: CPDegrees) -> HybridGrou
             f"{degrees.ring} (ring) for an axis of {mesh.size(axis)} ranks; needed two "
             "numbers whose product it is"
         )
-    known = _known.setdefault(mesh.get_group(axis), {})
-    if degrees not in known:
-        known[degrees] = _create(mesh, axis, degrees)
-    return known[degrees]
+    by_degrees = _known.setdefault(mesh.get_group(axis), {})
+    if degrees not in by_degrees:
+        by_degrees[degrees] = _create(mesh, axis, degrees)
+    return by_degrees[degrees]
 
 
 def known_groups(

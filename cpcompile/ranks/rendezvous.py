@@ -164,9 +164,9 @@ class Rendezvous:
         return [rank for rank, number in numbers if number < self.number]
 
     def _late(self) -> str:
-        found = self._positions()
+        positions = self._positions()
         return ", ".join(
-            f"rank {r} does not come (the last thing: it {found[r][1]})"
+            f"rank {r} does not come (the last thing: it {positions[r][1]})"
             for r in self._missing()
         )
 
@@ -180,15 +180,15 @@ class Rendezvous:
         key = f"details/{self.number}"
         if details is not None:
             self._store.set(f"{key}/{self.rank}", details())
-        found = self._positions_of_all()
-        alike = all(item == (self.number, action) for item in found)
+        positions = self._positions_of_all()
+        alike = all(item == (self.number, action) for item in positions)
         if alike and compare is not None:
             keys = [f"{key}/{rank}" for rank in range(self.size)]
             self._store.wait(keys, datetime.timedelta(seconds=GRACE_SECONDS))
             text = compare([self._store.get(k).decode() for k in keys])
         else:
             first: dict[str, int] = {}
-            for rank, (number, what) in enumerate(found):
+            for rank, (number, what) in enumerate(positions):
                 late = "" if number >= self.number else "is late, at last it "
                 first.setdefault(late + what, rank)
             which = ", ".join(f"rank {rank} {what}" for what, rank in first.items())
@@ -206,20 +206,20 @@ class Rendezvous:
         """Return what every rank does; ranks that are late get some time to come."""
         deadline = time.monotonic() + GRACE_SECONDS / 4
         while True:
-            found = self._positions()
-            late = [number for number, _ in found if number < self.number]
+            positions = self._positions()
+            late = [number for number, _ in positions if number < self.number]
             if not late or time.monotonic() > deadline:
-                return found
+                return positions
             time.sleep(0.02)
 
     def _positions(self) -> list[tuple[int, str]]:
-        found = []
+        positions = []
         for rank in range(self.size):
             key = f"at/{rank}"
             text = self._store.get(key).decode() if self._store.check([key]) else ""
             number, _, action = text.partition(" ")
-            found.append((int(number or 0), action or "has done nothing yet"))
-        return found
+            positions.append((int(number or 0), action or "has done nothing yet"))
+        return positions
 
     @property
     def _turn(self) -> int:
@@ -249,8 +249,8 @@ _of_groups: weakref.WeakKeyDictionary[ProcessGroup, Rendezvous] = (
 
 def rendezvous_of(group: ProcessGroup) -> Rendezvous:
     """Return the Rendezvous of `group`, which is no fake and has several ranks."""
-    found = _of_groups.get(group)
-    if found is None:
+    rendezvous = _of_groups.get(group)
+    if rendezvous is None:
         # A connection of our own: another thread may wait in the group's.
         store = get_default_store().clone()  # type: ignore[attr-defined]  # no stub
         name, rank = group.group_name, group.rank()
@@ -264,9 +264,9 @@ def rendezvous_of(group: ProcessGroup) -> Rendezvous:
             alive = weak()
             return Watch(alive).gone if alive is not None else lambda ranks: {}
 
-        found = Rendezvous(store, name, rank, group.size(), _timeout(group), gone)
-        _of_groups[group] = found
-    return found
+        rendezvous = Rendezvous(store, name, rank, group.size(), _timeout(group), gone)
+        _of_groups[group] = rendezvous
+    return rendezvous
 
 
 def _timeout(group: ProcessGroup) -> float:

@@ -52,8 +52,8 @@ def shard(
         mesh, axis = flat_axis(mesh, axis), "_".join(axis)
     placements: list[Placement] = [Replicate()] * mesh.ndim
     placements[axis_index(mesh, axis)] = Shard(dim)
-    if layout not in [each.value for each in Layout]:
-        names = ", ".join(repr(each.value) for each in Layout)
+    if layout not in [choice.value for choice in Layout]:
+        names = ", ".join(repr(choice.value) for choice in Layout)
         raise InputError(f"cp.shard: got layout {layout!r}; needed one of {names}")
     if layout != Layout.CONTIGUOUS.value:
         tokens = _token_layout(x, mesh, placements, Layout(layout))

@@ -29,19 +29,19 @@ def stand_in(tokens: DTensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
     value: Any = float("nan")
     if not (local.is_floating_point() or local.is_complex()):
         value = local.dtype == torch.bool or torch.iinfo(local.dtype).min
-    made = local.new_full((), value).expand(shape)
-    setattr(made, _STANDS_FOR, (tokens, mesh))
-    mark(made, layout_of(tokens))
-    return made.requires_grad_(tokens.requires_grad)
+    expanded = local.new_full((), value).expand(shape)
+    setattr(expanded, _STANDS_FOR, (tokens, mesh))
+    mark(expanded, layout_of(tokens))
+    return expanded.requires_grad_(tokens.requires_grad)
 
 
 def stands_for(x: Any) -> Any:
     """Return the DTensor that x stands for; x itself if it is no stand-in."""
-    found: tuple[DTensor, DeviceMesh] | None = getattr(x, _STANDS_FOR, None)
-    return x if found is None else found[0]
+    tokens_and_mesh: tuple[DTensor, DeviceMesh] | None = getattr(x, _STANDS_FOR, None)
+    return x if tokens_and_mesh is None else tokens_and_mesh[0]
 
 
 def sequence_mesh(x: Any) -> DeviceMesh | None:
     """Return the mesh of the sequence of a stand-in; None if x is no stand-in."""
-    found: tuple[DTensor, DeviceMesh] | None = getattr(x, _STANDS_FOR, None)
-    return None if found is None else found[1]
+    tokens_and_mesh: tuple[DTensor, DeviceMesh] | None = getattr(x, _STANDS_FOR, None)
+    return None if tokens_and_mesh is None else tokens_and_mesh[1]

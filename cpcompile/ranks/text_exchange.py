@@ -78,7 +78,7 @@ def exchange(
         keys = [f"{number}/{rank}" for rank in range(group.size())]
         messages = [Message(**json.loads(data)) for data in store.multi_get(keys)]
         received = store.add(f"{number}/received", 1)
-        if any(each.error is not None for each in messages):
+        if any(rank_word.error is not None for rank_word in messages):
             end = time.monotonic() + _RECEIVED_SECONDS
             while received < group.size() and time.monotonic() < end:
                 time.sleep(0.01)

@@ -91,9 +91,9 @@ class Explanation:
 
     def _graphs(self) -> Iterator[tuple[GraphReport, Iterator[Measured] | None]]:
         """Yield every graph with what was measured of calls, to be taken in order."""
-        left = iter(self.measured) if self.measured else None
+        remaining = iter(self.measured) if self.measured else None
         for graph in self.graphs:
-            yield graph, left
+            yield graph, remaining
 
     def to_json(self) -> str:
         """Return all graphs, calls, plans and candidates; see cost.plain_data."""
@@ -112,8 +112,8 @@ class Explanation:
         rows: list[tuple[str, ...]] = []
         lines: list[str] = []
         for graph, measured in self._graphs():
-            found, notes = _rows(graph, measured)
-            rows += found
+            graph_rows, notes = _rows(graph, measured)
+            rows += graph_rows
             lines += [graph.summary(), *notes]
             lines += [*work_lines(graph.accounts), *exchange_lines(graph.accounts)]
             for call in graph.calls:
@@ -206,10 +206,10 @@ def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
     )
 
 
-def _times(found: Measured | None) -> tuple[str, str]:
-    if found is None:
+def _times(measured: Measured | None) -> tuple[str, str]:
+    if measured is None:
         return "", ""
-    return milliseconds(found.seconds), milliseconds(found.exposed_seconds)
+    return milliseconds(measured.seconds), milliseconds(measured.exposed_seconds)
 
 
 def _how_many(paths: list[str]) -> str:

@@ -252,9 +252,10 @@ def _gradients(ctx: Context) -> tuple[str, ...]:
         GradSync.AVERAGE: f"the share of each rank times {ctx.mesh.size()}",
     }
     kinds = Counter(
-        (given.gradient, given.reducer)
-        for given in ctx.inputs.values()
-        if given.gradient is not GradSync.REDUCE or given.reducer is not None
+        (graph_input.gradient, graph_input.reducer)
+        for graph_input in ctx.inputs.values()
+        if graph_input.gradient is not GradSync.REDUCE
+        or graph_input.reducer is not None
     )
     return tuple(
         f"gradients of {count} parameters: {words[gradient]}"
@@ -275,7 +276,7 @@ def recording() -> Iterator[list[GraphReport]]:
         yield reports
     finally:
         # By identity: an equal list may be that of a recording around this one.
-        _recorders[:] = [each for each in _recorders if each is not reports]
+        _recorders[:] = [recorder for recorder in _recorders if recorder is not reports]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped

@@ -44,7 +44,7 @@ def warn_about_losses(
     """
     attended = _attended.setdefault(ctx.group_name, set())
     attended.update(ctx.sequence_lengths())
-    kinds = {given.kind for given in ctx.inputs.values()}
+    kinds = {graph_input.kind for graph_input in ctx.inputs.values()}
     sharded = bool(
         kinds & {InputKind.FULL, InputKind.DTENSOR} or ctx.findings.token_origins
     )
@@ -64,7 +64,10 @@ def warn_about_losses(
 
 def _about_hooks(ctx: Context, report: GraphReport) -> None:
     """Warn that FSDP2's hooks keep Dynamo from compiling a module as a whole."""
-    if any((given.reducer or "").startswith("FSDP2") for given in ctx.inputs.values()):
+    if any(
+        (graph_input.reducer or "").startswith("FSDP2")
+        for graph_input in ctx.inputs.values()
+    ):
         warn_once(
             f"{report.frame}: FSDP2's hooks break the graph of the module that is "
             "compiled: its blocks are compiled one by one, each gathers its results, "
@@ -87,12 +90,12 @@ def _about_attention_alone(ctx: Context, report: GraphReport) -> None:
 
 def _about_attention_patterns(ctx: Context, report: GraphReport, sharded: bool) -> None:
     """Warn about attention by hand: scores, softmax and values in separate calls."""
-    left = ctx.findings.unmatched_attention or (
+    unmatched = ctx.findings.unmatched_attention or (
         [] if sharded else ctx.findings.row_parallel
     )
-    if not left:
+    if not unmatched:
         return
-    (node, why), count = left[0], len(left) - 1
+    (node, why), count = unmatched[0], len(unmatched) - 1
     more = f" (and {count} more)" if count else ""
     what = f"{report.frame}: attention is written by hand at {where(node)}{more}"
     fix = f"call F.{_ATTENTION} (nn.MultiheadAttention does with need_weights=False)"
@@ -188,8 +191,9 @@ def _about_idle_part(
 def _parameters(ctx: Context) -> set[fx.Node]:
     return {
         n
-        for n, given in ctx.inputs.items()
-        if given.kind in PARAMETERS or isinstance(fake_value(n), nn.Parameter)  # frozen
+        for n, graph_input in ctx.inputs.items()
+        if graph_input.kind in PARAMETERS
+        or isinstance(fake_value(n), nn.Parameter)  # frozen
     }
 
 
@@ -197,8 +201,8 @@ def _activation_sizes(ctx: Context) -> set[int]:
     """Return the sizes of plain floating-point inputs, except for their channels."""
     return {
         expected(size)
-        for node, given in ctx.inputs.items()
-        if given.kind in (InputKind.PLAIN, InputKind.ACTIVATION)
+        for node, graph_input in ctx.inputs.items()
+        if graph_input.kind in (InputKind.PLAIN, InputKind.ACTIVATION)
         and isinstance(value := fake_value(node), Tensor)
         and value.is_floating_point()
         for size in value.shape[:-1]
@@ -243,15 +247,16 @@ def _about_break_before(report: GraphReport) -> None:
     """Warn about a break before which the function has no graph; see `graph_breaks`."""
     if not report.frame.startswith(_AFTER_BREAK):
         return
-    for each in breaks():
-        if each.places[-1] in _told:
+    for graph_break in breaks():
+        if graph_break.places[-1] in _told:
             continue
-        _told.add(each.places[-1])
+        _told.add(graph_break.places[-1])
         warn_once(
-            f"graph break at {place_text(each.places)} ({reason_text(each.text)}): "
-            f"what comes after it, as {report.frame}, is a graph of its own; plain "
+            f"graph break at {place_text(graph_break.places)} "
+            f"({reason_text(graph_break.text)}): what comes after it, as "
+            f"{report.frame}, is a graph of its own; plain "
             "values come into it whole on every rank, and attention alone may be "
-            f"shared out there. Results stay correct; {way_out(each.text)}"
+            f"shared out there. Results stay correct; {way_out(graph_break.text)}"
         )
 
 
@@ -284,7 +289,7 @@ def _statements_with_attention(filename: str) -> tuple[tuple[int, int], ...]:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:  # of another language: what breaks may be anywhere
         return ()
-    found = []
+    line_ranges = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.stmt) or _ATTENTION not in set(_names(node)):
             continue
@@ -293,8 +298,8 @@ def _statements_with_attention(filename: str) -> tuple[tuple[int, int], ...]:
             end = max(item.context_expr.end_lineno or end for item in node.items)
         elif not isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return):
             continue
-        found.append((node.lineno, end))
-    return tuple(found)
+        line_ranges.append((node.lineno, end))
+    return tuple(line_ranges)
 
 
 _ATTENTION = "scaled_dot_product_attention"

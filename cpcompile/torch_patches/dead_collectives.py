@@ -32,15 +32,15 @@ def install() -> None:
 
     @functools.wraps(original)
     def extract(*args: Any, **kwargs: Any) -> Partition:
-        made: Partition = original(*args, **kwargs)
-        for module in made:
+        modules: Partition = original(*args, **kwargs)
+        for module in modules:
             module.graph.eliminate_dead_code(is_impure_node=_has_effects)
-        seen = _seen.get()
-        if seen is not None:
+        recorded = _seen.get()
+        if recorded is not None:
             # Copies: Inductor changes the graphs, but not where it finds them compiled.
-            forward, backward = map(_copy, made)
-            seen.append((forward, backward))
-        return made
+            forward, backward = map(_copy, modules)
+            recorded.append((forward, backward))
+        return modules
 
     partitioners._extract_fwd_bwd_modules = extract
 
@@ -48,14 +48,14 @@ def install() -> None:
 @contextmanager
 def partitions() -> Iterator[list[Partition]]:
     """List the forward and the backward of all that is compiled inside."""
-    seen: list[Partition] = []
-    outer, token = _seen.get(), _seen.set(seen)
+    recorded: list[Partition] = []
+    outer, token = _seen.get(), _seen.set(recorded)
     try:
-        yield seen
+        yield recorded
     finally:
         _seen.reset(token)
         if outer is not None:
-            outer.extend(seen)
+            outer.extend(recorded)
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:

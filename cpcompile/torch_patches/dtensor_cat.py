@@ -24,12 +24,12 @@ def register() -> None:
 def cat_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Call aten.cat(tensors, dim) without the tensors that do not count."""
     tensors, rest = args[0], args[1:]
-    kept = [x for x in tensors if tuple(x.shape) != (0,)] or tensors[:1]
-    if len(kept) == 1:
-        return kept[0].clone()  # type: ignore[no-any-return]
+    nonempty = [x for x in tensors if tuple(x.shape) != (0,)] or tensors[:1]
+    if len(nonempty) == 1:
+        return nonempty[0].clone()  # type: ignore[no-any-return]
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(op)  # DTensor's own rule does the rest
     try:
-        return op(kept, *rest, **kwargs)  # type: ignore[no-any-return]
+        return op(nonempty, *rest, **kwargs)  # type: ignore[no-any-return]
     finally:
         handlers[op] = handler

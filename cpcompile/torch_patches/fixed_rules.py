@@ -38,13 +38,13 @@ def install() -> None:
     for scan in SCANS:
         if scan in rules:
             rules[scan] = _from_the_front(rules[scan])
-    for known in (
+    for infos in (
         propagator.op_to_schema_info,
         propagator.op_to_schema_info_for_single_dim_strategy,
     ):
         for op in COUNTED:
-            if op in known:  # what is compared is the first argument, and all others
-                known[op] = dataclasses.replace(known[op], static_argnum=1)
+            if op in infos:  # what is compared is the first argument, and all others
+                infos[op] = dataclasses.replace(infos[op], static_argnum=1)
     _add_group_norm_backward(propagator)
 
 

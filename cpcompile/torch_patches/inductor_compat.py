@@ -33,14 +33,14 @@ class Probe:
         """Say what is not as expected, or return None."""
         module, _, path = self.symbol.partition(":")
         try:
-            found: Any = importlib.import_module(module)
+            symbol: Any = importlib.import_module(module)
             for name in path.split("."):
-                found = getattr(found, name)
+                symbol = getattr(symbol, name)
         except (ImportError, AttributeError) as error:
             return f"{self.symbol}: {error}"
         if not self.parameters:
             return None
-        accepted = inspect.signature(found).parameters
+        accepted = inspect.signature(symbol).parameters
         if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
             return None
         missing = [name for name in self.parameters if name not in accepted]
@@ -280,8 +280,10 @@ def is_multiple(size: Any, block: int) -> bool:
         return size % block == 0
     import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
-    known = graph().sizevars.statically_known_true(sympy.Eq(sympy.Mod(size, block), 0))
-    return bool(known)
+    is_proved = graph().sizevars.statically_known_true(
+        sympy.Eq(sympy.Mod(size, block), 0)
+    )
+    return bool(is_proved)
 
 
 def static(size: Any) -> int:

@@ -68,8 +68,10 @@ class Partitioner:
         """Return calls that `cheap` does not compute again, and that could be."""
         banned = self._cut(self._options(fuse=False, listed=False))[1]
         calls = [x for x in banned if x.op == "call_function"]
-        found = [x for x in calls if not is_kept(x) and _is_near(x)]
-        return sorted(found, key=lambda x: (-size_of(x), self._info.get_fw_order(x)))
+        candidates = [x for x in calls if not is_kept(x) and _is_near(x)]
+        return sorted(
+            candidates, key=lambda x: (-size_of(x), self._info.get_fw_order(x))
+        )
 
     def with_again(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
         """Return `cheap`, but with `nodes` computed again where that saves memory."""
@@ -95,8 +97,8 @@ class Partitioner:
     def _cut(
         self, options: Any, again: Collection[fx.Node] = ()
     ) -> tuple[list[fx.Node], Collection[fx.Node]]:
-        kept = frozenset(filter(is_kept, self.graph.nodes))
-        key = (repr(options), frozenset(again), kept)
+        kept_nodes = frozenset(filter(is_kept, self.graph.nodes))
+        key = (repr(options), frozenset(again), kept_nodes)
         if key not in self._solved:
             allowed = partitioners.OrderedSet(again)
             self._solved[key] = partitioners.solve_min_cut(

@@ -89,9 +89,9 @@ def attempt(
     """
     problems = []
     for way in ways:
-        made, problem = _attempt(way, group, name, not_handled)
+        program, problem = _attempt(way, group, name, not_handled)
         if not problem:
-            return made
+            return program
         log.debug("%s serves one sequence length only: %s", name, problem)
         problems.append(problem)
     log.info("%s serves one sequence length only: %s", name, problems[0])
@@ -108,12 +108,12 @@ def _attempt(
 
     def make() -> tuple[T, dict[str, str], str]:
         with _length_stays_symbolic():
-            made, items, length = way()
+            program, items, length = way()
         if is_fixed(length, group.size()):
             raise LengthNotSymbolic("the guards leave no other")
         guards = guards_on(length)
         log.debug("%s: guards on the sequence length: %s", name, guards)
-        return made, items, guards
+        return program, items, guards
 
     tried = agreement.attempt(group, make, not_handled, f"compiles {name}")
     if tried.problem is not None:  # torch raises whatever it raises

@@ -39,8 +39,8 @@ def install() -> None:
 
     @functools.wraps(original)
     def run_node(tracer: Any, node: Any, args: Any, kwargs: Any, nnmodule: Any) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        mesh = next((x.device_mesh for x in given if isinstance(x, DTensor)), None)
+        leaves = pytree.tree_leaves((args, kwargs))
+        mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
         if mesh is not None and not str(node.target).endswith("_"):
             args, kwargs = pytree.tree_map_only(
                 Tensor, lambda x: _for_dtensor(x, mesh), (args, kwargs)

@@ -101,10 +101,12 @@ def guard_value(source: Source, is_same: Callable[[Any], bool]) -> None:
 
     def CP_VALUE(builder: Any, guard: Guard) -> None:
         name = f"___cp_is_same_{id(is_same)}"
-        known = {**_get_closure_vars(), name: is_same}
+        closure_vars = {**_get_closure_vars(), name: is_same}
         code = [f"{name}({_name(source)})"]
         text = get_verbose_code_parts(code, guard)
-        builder.add_python_lambda_leaf_guard_to_root(code, text, closure_vars=known)
+        builder.add_python_lambda_leaf_guard_to_root(
+            code, text, closure_vars=closure_vars
+        )
 
     install_guard(source.make_guard(CP_VALUE))
 

@@ -96,11 +96,11 @@ class DimMap:
         None: the call is not token-wise, or not known to be, or what is known
         contradicts.
         """
-        known = {x: axes[x] for x in node.all_input_nodes if x in axes}
-        operand = next((x for x, _ in self.operands if x in known), None)
+        operand_axes = {x: axes[x] for x in node.all_input_nodes if x in axes}
+        operand = next((x for x, _ in self.operands if x in operand_axes), None)
         if operand is None:
             return None
-        axis, labels = known[operand], dict(self.operands)[operand]
+        axis, labels = operand_axes[operand], dict(self.operands)[operand]
         label = "" if self.is_view else labels[axis.dim]
         result: TokenAxis | TokenSum | None = None
         if self.is_view:
@@ -113,7 +113,7 @@ class DimMap:
             result, operands = SUM, self._axes(label, axis, tokens)
         if result is None or operands is None:
             return None
-        if any(operands.get(x) != at for x, at in known.items()):
+        if any(operands.get(x) != at for x, at in operand_axes.items()):
             return None
         return result, operands
 

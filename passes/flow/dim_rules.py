@@ -34,10 +34,12 @@ def dim_map(node: fx.Node) -> DimMap | None:
     tags = () if overload is None else overload.tags
     if rule is None and overload is not None and not overload._schema.is_mutable:
         rule = _of_all if torch.Tag.pointwise in tags else None
-    found = rule(node, call.arguments) if rule is not None and call.arguments else None
-    if found is not None and torch.Tag.nondeterministic_seeded in tags:
-        return replace(found, draws=True)
-    return found
+    call_map = (
+        rule(node, call.arguments) if rule is not None and call.arguments else None
+    )
+    if call_map is not None and torch.Tag.nondeterministic_seeded in tags:
+        return replace(call_map, draws=True)
+    return call_map
 
 
 def _value(node: Any) -> Any:
@@ -67,28 +69,28 @@ def _broadcast(node: fx.Node, operands: Iterable[fx.Node]) -> DimMap:
     return _without_ones(node, DimMap(tuple(pairs), result))
 
 
-def _without_ones(node: fx.Node, found: DimMap) -> DimMap:
+def _without_ones(node: fx.Node, call_map: DimMap) -> DimMap:
     """Take the labels from dimensions of size 1 that are broadcast."""
-    sizes = dict(zip(found.result, _shape(node), strict=True))
+    sizes = dict(zip(call_map.result, _shape(node), strict=True))
 
     def own(x: fx.Node, labels: Labels) -> Labels:
         pairs = zip(labels, _shape(x), strict=True)
         return tuple(k if n != 1 or sizes.get(k, 1) == 1 else "" for k, n in pairs)
 
-    pairs = tuple((x, own(x, labels)) for x, labels in found.operands)
-    return replace(found, operands=pairs)
+    pairs = tuple((x, own(x, labels)) for x, labels in call_map.operands)
+    return replace(call_map, operands=pairs)
 
 
-def _of_all(node: fx.Node, given: Given) -> DimMap | None:
+def _of_all(node: fx.Node, arguments: Given) -> DimMap | None:
     return _broadcast(node, _tensors(node))
 
 
-def _of_first(node: fx.Node, given: Given) -> DimMap | None:
-    return _broadcast(node, [given["input"]])
+def _of_first(node: fx.Node, arguments: Given) -> DimMap | None:
+    return _broadcast(node, [arguments["input"]])
 
 
-def _view(node: fx.Node, given: Given) -> DimMap | None:
-    return DimMap(((given["input"], ()),), is_view=True)
+def _view(node: fx.Node, arguments: Given) -> DimMap | None:
+    return DimMap(((arguments["input"], ()),), is_view=True)
 
 
 # Calls that move or drop dimensions.
@@ -113,25 +115,27 @@ def order_of(node: fx.Node) -> tuple[int, ...] | None:
     return tuple(map(sizes.index, function_of(node)(*args, **kwargs).shape))
 
 
-def _permuted(node: fx.Node, given: Given) -> DimMap | None:
+def _permuted(node: fx.Node, arguments: Given) -> DimMap | None:
     order, labels = order_of(node), _every(node)
     if order is None:
         return None
     result = tuple(labels[d] for d in order)
-    return DimMap(((given["input"], labels),), result)
+    return DimMap(((arguments["input"], labels),), result)
 
 
-def _item(node: fx.Node, given: Given) -> DimMap | None:
-    source, index = given["input"], given["index"]
+def _item(node: fx.Node, arguments: Given) -> DimMap | None:
+    source, index = arguments["input"], arguments["index"]
     if not isinstance(value_of(source), Tensor):  # one of several results
         return None
-    kept = kept_dims(index, len(_shape(source)))
-    if kept is None:
+    dim_pairs = kept_dims(index, len(_shape(source)))
+    if dim_pairs is None:
         return None
     labels, result = [""] * len(_shape(source)), [""] * len(_shape(node))
-    for dim, out in kept:
+    for dim, out in dim_pairs:
         labels[dim] = result[out] = str(out)
-    cut = [str(out) for dim, out in kept if _shape(source)[dim] != _shape(node)[out]]
+    cut = [
+        str(out) for dim, out in dim_pairs if _shape(source)[dim] != _shape(node)[out]
+    ]
     return DimMap(((source, tuple(labels)),), tuple(result), moves=frozenset(cut))
 
 
@@ -146,17 +150,17 @@ def kept_dims(index: Any, ndim: int) -> list[tuple[int, int]] | None:
     counted = sum(item is not None and item is not Ellipsis for item in items)
     if Ellipsis not in items:
         items.append(Ellipsis)
-    kept, dim, out = [], 0, 0
+    dim_pairs, dim, out = [], 0, 0
     for item in items:
         if item is None:
             out += 1
             continue
         length = ndim - counted if item is Ellipsis else 1
         if item is Ellipsis or isinstance(item, slice):
-            kept += [(dim + i, out + i) for i in range(length)]
+            dim_pairs += [(dim + i, out + i) for i in range(length)]
             out += length
         dim += length
-    return kept
+    return dim_pairs
 
 
 def _is_basic(item: Any) -> bool:
@@ -169,51 +173,55 @@ def _is_basic(item: Any) -> bool:
 # Reductions.
 
 
-def _reduction(node: fx.Node, given: Given) -> DimMap | None:
-    if "other" in given:  # the larger of two
-        return _of_all(node, given)
-    labels = _every(given["input"])
-    reduced = _reduced(given)
-    kept = ["" if x in reduced else x for x in labels]
-    result = kept if given.get("keepdim") else [x for x in kept if x]
-    return DimMap(((given["input"], labels),), tuple(result))
+def _reduction(node: fx.Node, arguments: Given) -> DimMap | None:
+    if "other" in arguments:  # the larger of two
+        return _of_all(node, arguments)
+    labels = _every(arguments["input"])
+    reduced = _reduced(arguments)
+    kept_labels = ["" if x in reduced else x for x in labels]
+    result = kept_labels if arguments.get("keepdim") else [x for x in kept_labels if x]
+    return DimMap(((arguments["input"], labels),), tuple(result))
 
 
-def _reduced(given: Given) -> list[str]:
-    labels, dims = _every(given["input"]), given.get("dim")
+def _reduced(arguments: Given) -> list[str]:
+    labels, dims = _every(arguments["input"]), arguments.get("dim")
     if dims is None or dims == []:
         return list(labels)
     return [labels[d] for d in ([dims] if isinstance(dims, int) else dims)]
 
 
-def _sum(node: fx.Node, given: Given) -> DimMap | None:
-    found = _reduction(node, given)
-    return None if found is None else replace(found, sums=frozenset(_reduced(given)))
+def _sum(node: fx.Node, arguments: Given) -> DimMap | None:
+    call_map = _reduction(node, arguments)
+    return (
+        None
+        if call_map is None
+        else replace(call_map, sums=frozenset(_reduced(arguments)))
+    )
 
 
 # Calls along dimensions, which do nothing in the others.
 
 
-def _along(node: fx.Node, given: Given) -> DimMap | None:
+def _along(node: fx.Node, arguments: Given) -> DimMap | None:
     """Read softmax(x, dim) and the like: all operands have the result's dimensions."""
-    dim = given.get("dim")
+    dim = arguments.get("dim")
     return None if dim is None else _except(node, [dim], _tensors(node))
 
 
-def _moving(node: fx.Node, given: Given) -> DimMap | None:
+def _moving(node: fx.Node, arguments: Given) -> DimMap | None:
     """Read calls that take entries of a dimension, or bring them to other places."""
     ndim = len(_shape(node))
-    dims = given.get("dim", given.get("dims", []))
+    dims = arguments.get("dim", arguments.get("dims", []))
     dims = [dims] if isinstance(dims, int) else dims or range(ndim)
-    if "pad" in given:
-        dims = [ndim - 1 - i // 2 for i, n in enumerate(given["pad"]) if n != 0]
-    operands = given.get("tensors") or [given["input"]]
+    if "pad" in arguments:
+        dims = [ndim - 1 - i // 2 for i, n in enumerate(arguments["pad"]) if n != 0]
+    operands = arguments.get("tensors") or [arguments["input"]]
     # torch ignores empty tensors, as which caches begin.
-    found = _except(node, dims, [x for x in operands if _shape(x) != (0,)])
-    if found is None:
+    call_map = _except(node, dims, [x for x in operands if _shape(x) != (0,)])
+    if call_map is None:
         return None
     labels = _every(node)
-    pairs = tuple((x, labels) for x, _ in found.operands)
+    pairs = tuple((x, labels) for x, _ in call_map.operands)
     return DimMap(pairs, labels, moves=frozenset(labels[d] for d in dims))
 
 
@@ -242,8 +250,8 @@ def _without(labels: Labels, dims: Iterable[int]) -> Labels:
 # Look-ups: every index has a result of its own, from a table that is whole.
 
 
-def _gathered(node: fx.Node, given: Given) -> DimMap | None:
-    x, dim, index = given["input"], given["dim"], given["index"]
+def _gathered(node: fx.Node, arguments: Given) -> DimMap | None:
+    x, dim, index = arguments["input"], arguments["dim"], arguments["index"]
     labels = _every(node)
     own = (labels[dim],) if len(_shape(index)) == 1 else labels  # of index_select
     if len(_shape(index)) != len(own) or _every(x) != labels:
@@ -251,12 +259,12 @@ def _gathered(node: fx.Node, given: Given) -> DimMap | None:
     return DimMap(((x, _without(labels, [dim])), (index, own)), labels)
 
 
-def _embedded(node: fx.Node, given: Given) -> DimMap | None:
-    return _looked_up(node, given["weight"], [given["input"]])
+def _embedded(node: fx.Node, arguments: Given) -> DimMap | None:
+    return _looked_up(node, arguments["weight"], [arguments["input"]])
 
 
-def _indexed(node: fx.Node, given: Given) -> DimMap | None:
-    return _looked_up(node, given["input"], given["indices"])
+def _indexed(node: fx.Node, arguments: Given) -> DimMap | None:
+    return _looked_up(node, arguments["input"], arguments["indices"])
 
 
 def _is_number(index: fx.Node) -> bool:
@@ -289,44 +297,44 @@ def product_map(node: fx.Node) -> DimMap | None:
     name = spelled(node)
     if name == "einsum":
         return _einsum(*node.args) if len(node.args) > 1 else None
-    given = canonical_call(node).arguments if name in _PRODUCTS else {}
-    operands = [x for x in given.values() if isinstance(x, fx.Node)]
+    arguments = canonical_call(node).arguments if name in _PRODUCTS else {}
+    operands = [x for x in arguments.values() if isinstance(x, fx.Node)]
     if len(operands) not in (2, 3):
         return None
-    *added, left, right = operands
-    dims = [len(_shape(x)) for x in (left, right)]
+    *added, lhs, rhs = operands
+    dims = [len(_shape(x)) for x in (lhs, rhs)]
     if min(dims) < 2:
         return None
     # Dimensions of the batch are aligned at their ends, as torch broadcasts them.
     batch = [f"b{n}" for n in reversed(range(max(dims) - 2))]
     own = [tuple(batch[len(batch) - (n - 2) :]) for n in dims]
     result = (*batch, "m", "n")
-    factors = ((left, (*own[0], "m", "d")), (right, (*own[1], "d", "n")))
-    others = tuple((x, result[len(result) - len(_shape(x)) :]) for x in added)
+    factors = ((lhs, (*own[0], "m", "d")), (rhs, (*own[1], "d", "n")))
+    addends = tuple((x, result[len(result) - len(_shape(x)) :]) for x in added)
     # Every part would add what is added.
     sums = frozenset[str]() if added else frozenset("d")
-    return DimMap((*factors, *others), result, sums)
+    return DimMap((*factors, *addends), result, sums)
 
 
 _PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm")
 
 
-def _einsum(equation: Any, *given: Any) -> DimMap | None:
-    operands = given[0] if isinstance(given[0], list | tuple) else given
+def _einsum(equation: Any, *args: Any) -> DimMap | None:
+    operands = args[0] if isinstance(args[0], list | tuple) else args
     if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
         return None
     inputs, out = equation.replace(" ", "").split("->")
     terms = zip(inputs.split(","), operands, strict=True)
-    left, right = (_expanded(term, len(_shape(x))) for term, x in terms)
-    if left is None or right is None:
+    lhs, rhs = (_expanded(term, len(_shape(x))) for term, x in terms)
+    if lhs is None or rhs is None:
         return None
-    dots = [x for x in (*left, *right) if x.startswith(".")]
+    dots = [x for x in (*lhs, *rhs) if x.startswith(".")]
     most = len({*dots})
     result = _expanded(out, len(out.replace("...", "")) + most * ("..." in out))
-    if result is None or any(len({*x}) != len(x) for x in (left, right, result)):
+    if result is None or any(len({*x}) != len(x) for x in (lhs, rhs, result)):
         return None
-    sums = frozenset({*left, *right} - {*result})
-    return DimMap(((operands[0], left), (operands[1], right)), result, sums)
+    sums = frozenset({*lhs, *rhs} - {*result})
+    return DimMap(((operands[0], lhs), (operands[1], rhs)), result, sums)
 
 
 def _expanded(term: str, ndim: int) -> Labels | None:
@@ -338,8 +346,8 @@ def _expanded(term: str, ndim: int) -> Labels | None:
     return (*before, *(f".{n}" for n in reversed(range(missing))), *after)
 
 
-def _linear(node: fx.Node, given: Given) -> DimMap | None:
-    x, weight, bias = given["input"], given["weight"], given["bias"]
+def _linear(node: fx.Node, arguments: Given) -> DimMap | None:
+    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     labels = _every(node)
     if len(_shape(weight)) != 2:
         return None

@@ -46,14 +46,14 @@ class MisreadRules(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = _distributed((args, kwargs))
-        if given and self.problem is None:
+        dtensors = _distributed((args, kwargs))
+        if dtensors and self.problem is None:
             waits = any(
                 p.is_partial() for x in _distributed(result) for p in x.placements
             )
-            if waits and any(map(must_not_wait, given)) and not _keeps_parts(func):
+            if waits and any(map(must_not_wait, dtensors)) and not _keeps_parts(func):
                 self.problem = "it would add up what is no sum over the ranks"
-            elif any(map(_is_split, given)) and _is_image_without_batch(func, args):
+            elif any(map(_is_split, dtensors)) and _is_image_without_batch(func, args):
                 self.problem = (
                     "DTensor takes rows of an image without a batch for channels"
                 )

@@ -168,8 +168,10 @@ def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else argument.default_value
-            return bool(kwargs.get("dropout_p", given) != 0.0)
+            dropout_p = (
+                args[position] if position < len(args) else argument.default_value
+            )
+            return bool(kwargs.get("dropout_p", dropout_p) != 0.0)
     return True
 
 
@@ -249,14 +251,14 @@ def _untrue(result: Any) -> str | None:
     return None
 
 
-def wrong_shape(known: Any, result: Any) -> str | None:
-    """Say what is wrong with the shape of a result; `known` is that of one device."""
-    before, after = pytree.tree_leaves(known), pytree.tree_leaves(result)
+def wrong_shape(whole: Any, result: Any) -> str | None:
+    """Say what is wrong with the shape of a result; `whole` is that of one device."""
+    before, after = pytree.tree_leaves(whole), pytree.tree_leaves(result)
     if len(before) != len(after):
         return None
-    for one, found in zip(before, after, strict=True):
-        if isinstance(one, Tensor) and isinstance(found, DTensor):
-            wanted, got = expected_shape(one), expected_shape(found)
+    for one, computed in zip(before, after, strict=True):
+        if isinstance(one, Tensor) and isinstance(computed, DTensor):
+            wanted, got = expected_shape(one), expected_shape(computed)
             if wanted != got:
                 return f"it gives the shape {list(got)}, not {list(wanted)}"
     return None

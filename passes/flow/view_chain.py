@@ -60,12 +60,12 @@ def follow(node: fx.Node) -> list[Link]:
             break
         nodes.append(before)
     links: list[Link] = []
-    for each in reversed(nodes):
-        dims = _after(links[-1], each) if links else None
+    for step in reversed(nodes):
+        dims = _after(links[-1], step) if links else None
         if dims is None:  # a call that cannot be followed begins a chain
             links = []
-            dims = _begin(fake_value(each))
-        links.append(Link(each, dims))
+            dims = _begin(fake_value(step))
+        links.append(Link(step, dims))
     return links
 
 
@@ -143,21 +143,21 @@ def _regrouped(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | Non
     result = []
     for extent in shape:
         taken: list[Factor] = []
-        left = extent
-        while left != 1:
+        remaining = extent
+        while remaining != 1:
             if not factors:
                 return None
             factor = factors.pop(0)
-            numbers = isinstance(left, int) and isinstance(factor.extent, int)
-            if factor.extent == left:
-                left = 1
-            elif numbers and left % factor.extent == 0:
-                left //= factor.extent
-            elif numbers and factor.extent % left == 0:
-                inner = factor.extent // left
+            numbers = isinstance(remaining, int) and isinstance(factor.extent, int)
+            if factor.extent == remaining:
+                remaining = 1
+            elif numbers and remaining % factor.extent == 0:
+                remaining //= factor.extent
+            elif numbers and factor.extent % remaining == 0:
+                inner = factor.extent // remaining
                 factors.insert(0, Factor(factor.dim, factor.stride, inner))
-                factor = Factor(factor.dim, factor.stride * inner, left)
-                left = 1
+                factor = Factor(factor.dim, factor.stride * inner, remaining)
+                remaining = 1
             else:
                 return None
             taken.append(factor)
@@ -193,8 +193,8 @@ def _pairs(
 
 def _interleaved(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
     """Repeat every index n times in a row: the copies are the innermost factor."""
-    given = canonical_call(node).arguments
-    repeats, dim = given["repeats"], given["dim"]
+    arguments = canonical_call(node).arguments
+    repeats, dim = arguments["repeats"], arguments["dim"]
     if not isinstance(repeats, int) or not isinstance(dim, int):
         return None
     changed = list(dims)

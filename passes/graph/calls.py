@@ -86,8 +86,10 @@ def canonical_call(node: fx.Node) -> Call:
     if overload is None:
         return _UNKNOWN
     bound = _bound(overload, _packed(overload, args), kwargs) or {}
-    others = _IN_PYTHON.get(name, {})
-    return Call(name, {others.get(k, k): x for k, x in bound.items()}, overload)
+    canonical_names = _IN_PYTHON.get(name, {})
+    return Call(
+        name, {canonical_names.get(k, k): x for k, x in bound.items()}, overload
+    )
 
 
 def spelled(node: fx.Node) -> str:
@@ -139,8 +141,10 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
     call = canonical_call(node)
     position = list(call.arguments).index(name)
     if position >= len(node.args):
-        others = {k: x for k, x in node.kwargs.items() if _KEYWORDS.get(k) != name}
-        node.kwargs = others | {name: value}
+        other_kwargs = {
+            k: x for k, x in node.kwargs.items() if _KEYWORDS.get(k) != name
+        }
+        node.kwargs = other_kwargs | {name: value}
         return
     args = node.args if call.overload is None else _packed(call.overload, node.args)
     node.args = (*args[:position], value, *args[position + 1 :])
@@ -165,8 +169,10 @@ def _bound(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Return the arguments by name, with defaults; None if they cannot be told."""
-    found = normalize_function(target, args, kwargs, normalize_to_only_use_kwargs=True)
-    return None if found is None else found.kwargs
+    normalized = normalize_function(
+        target, args, kwargs, normalize_to_only_use_kwargs=True
+    )
+    return None if normalized is None else normalized.kwargs
 
 
 def _overload(
@@ -177,12 +183,12 @@ def _overload(
     names = (name, f"aten::{name}")
     if isinstance(target, OpOverload) and target._schema.name in names:
         return target
-    known: tuple[Any, OpOverload | None] = node.meta.get(_OVERLOAD, (None, None))
-    if known[0] != target:
+    cached: tuple[Any, OpOverload | None] = node.meta.get(_OVERLOAD, (None, None))
+    if cached[0] != target:
         packet: Any = target if "::" in name else getattr(torch.ops.aten, name, None)
-        found = None if packet is None else _resolved(packet, args, kwargs)
-        known = node.meta[_OVERLOAD] = (target, found)
-    return known[1]
+        overload = None if packet is None else _resolved(packet, args, kwargs)
+        cached = node.meta[_OVERLOAD] = (target, overload)
+    return cached[1]
 
 
 def _resolved(
@@ -190,18 +196,20 @@ def _resolved(
 ) -> OpOverload | None:
     """Find the overload that takes these arguments in the way that torch finds it."""
     every: list[OpOverload] = [getattr(packet, x) for x in packet.overloads()]
-    takes_out = [any(x.is_out for x in each._schema.arguments) for each in every]
+    takes_out = [
+        any(x.is_out for x in candidate._schema.arguments) for candidate in every
+    ]
     if takes_out.count(False) == 1 and "out" not in kwargs:
         return every[takes_out.index(False)]
     values = tuple(map(_example, args))
     examples = {k: _example(x) for k, x in kwargs.items()}
-    for given in _ways(values):
+    for way in _ways(values):
         for first in ("input", "self"):
             named = {first if k == "input" else k: x for k, x in examples.items()}
-            overload = _takes(packet, given, named)
+            overload = _takes(packet, way, named)
             if overload is None:
                 continue
-            if given is values or len(_packed(overload, values)) == len(given):
+            if way is values or len(_packed(overload, values)) == len(way):
                 return overload
     for overload in every:
         if _takes(packet, *_with_lists(overload, values, examples)) is overload:
@@ -219,12 +227,12 @@ def _with_lists(
     arguments = overload._schema.arguments
     lists = {x.name for x in arguments if str(x.type) == "List[int]"}
 
-    def given(name: str, x: Any) -> Any:
+    def as_list(name: str, x: Any) -> Any:
         return [x] if name in lists and _is_int(x) else x
 
     by_place = zip((x.name for x in arguments), args, strict=False)
-    return tuple(given(*x) for x in by_place), {
-        k: given(k, x) for k, x in kwargs.items()
+    return tuple(as_list(*x) for x in by_place), {
+        k: as_list(k, x) for k, x in kwargs.items()
     }
 
 
@@ -234,10 +242,10 @@ def _takes(
     """Return the overload that takes exactly these arguments; None if none does."""
     name = packet._qualified_op_name
     try:
-        found = torch._C._jit_resolve_packet(name, *args, **kwargs)
+        overload_name = torch._C._jit_resolve_packet(name, *args, **kwargs)
     except RuntimeError:  # none does
         return None
-    overload: OpOverload = getattr(packet, found)
+    overload: OpOverload = getattr(packet, overload_name)
     return overload
 
 
@@ -277,7 +285,7 @@ def _example(x: Any) -> Any:
     """
     value = fake_value(x)
     if isinstance(value, list | tuple):
-        return [_example(each) for each in value]
+        return [_example(element) for element in value]
     return next((x for kind, x in _EXAMPLES.items() if isinstance(value, kind)), value)
 
 

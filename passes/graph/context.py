@@ -243,8 +243,8 @@ class Context:
     @property
     def attention_bytes(self) -> float:
         """Extra bytes per rank that an attention call may take."""
-        given = self.memory_budget
-        return self.profile.memory_bytes if given is None else given
+        budget = self.memory_budget
+        return self.profile.memory_bytes if budget is None else budget
 
     @property
     def ranks(self) -> int:
@@ -263,9 +263,9 @@ class Context:
 
     def leave_other_axes(self) -> None:
         """Let DTensors on other axes go through the graph as they are."""
-        for node, given in self.inputs.items():
-            if given.kind is InputKind.OTHER_AXES:
-                self.inputs[node] = replace(given, kind=InputKind.PLAIN)
+        for node, graph_input in self.inputs.items():
+            if graph_input.kind is InputKind.OTHER_AXES:
+                self.inputs[node] = replace(graph_input, kind=InputKind.PLAIN)
 
     @property
     def group_name(self) -> str:
@@ -276,9 +276,9 @@ class Context:
 
         All ranks make them together, so the plans are compared before.
         """
-        known = known_groups(self.mesh, self.axis, degrees)
-        if known is not None:
-            return known
+        groups = known_groups(self.mesh, self.axis, degrees)
+        if groups is not None:
+            return groups
         self.compare(self.plan_texts())
         return hybrid_groups(self.mesh, self.axis, degrees)
 

@@ -30,8 +30,8 @@ def is_cp_attention(node: fx.Node) -> bool:
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Return (q, k, v) of an attention operator, [B, H, S, D] each."""
-    given = canonical_call(node).arguments
-    return given["q"], given["k"], given["v"]
+    arguments = canonical_call(node).arguments
+    return arguments["q"], arguments["k"], arguments["v"]
 
 
 def spec_of(node: fx.Node) -> AttentionSpec:

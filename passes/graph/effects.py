@@ -58,12 +58,12 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes
     call = canonical_call(node)
     if call.overload is not None:
-        given = [x for argument, x in _by_schema(call) if argument.is_write]
+        bases = [x for argument, x in _by_schema(call) if argument.is_write]
     else:
-        given = [*(call.arguments.values() or node.args), node.kwargs.get("input")][:1]
-        given.append(node.kwargs.get("out"))
-    lists = [x if isinstance(x, list | tuple) else [x] for x in given]
-    return [x for each in lists for x in each if isinstance(x, fx.Node)]
+        bases = [*(call.arguments.values() or node.args), node.kwargs.get("input")][:1]
+        bases.append(node.kwargs.get("out"))
+    lists = [x if isinstance(x, list | tuple) else [x] for x in bases]
+    return [x for tensors in lists for x in tensors if isinstance(x, fx.Node)]
 
 
 def result_is_argument(node: fx.Node) -> bool:
@@ -92,8 +92,8 @@ def kept_inputs(graph: fx.Graph) -> set[fx.Node]:
     They are memory of the caller that lives from call to call, and no data of this
     call.
     """
-    found: set[fx.Node] = set()
+    inputs: set[fx.Node] = set()
     for node in graph.nodes:
         if canonical_call(node).name in _KEEPS:
-            found.update(x for x in written_by(node) if x.op == "placeholder")
-    return {x for x in found if fake_value(x).is_floating_point()}
+            inputs.update(x for x in written_by(node) if x.op == "placeholder")
+    return {x for x in inputs if fake_value(x).is_floating_point()}

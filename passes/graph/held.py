@@ -177,12 +177,12 @@ def held_values(gm: fx.GraphModule) -> Iterator[Held]:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
-                found: list[Held] = []
+                all_held: list[Held] = []
                 fx.node.map_aggregate(
                     (node.args, node.kwargs),
-                    lambda x: found.append(x) if isinstance(x, Held) else None,  # noqa: B023
+                    lambda x: all_held.append(x) if isinstance(x, Held) else None,  # noqa: B023
                 )
-                for held in found:
+                for held in all_held:
                     yield held
                     for inner in held.graphs:
                         yield from held_values(inner)

@@ -86,15 +86,15 @@ def _arguments_by_schema(
     node: fx.Node, target: OpOverload, names: _Names
 ) -> Iterator[str]:
     schema = target._schema.arguments
-    given = {x.name: value for x, value in zip(schema, node.args, strict=False)}
-    given |= node.kwargs
+    arguments = {x.name: value for x, value in zip(schema, node.args, strict=False)}
+    arguments |= node.kwargs
     at_the_front = True
     for argument in schema:
-        at_the_front &= argument.name in given and "Tensor" in str(argument.type)
-        if argument.name not in given:
+        at_the_front &= argument.name in arguments and "Tensor" in str(argument.type)
+        if argument.name not in arguments:
             continue
-        value = given[argument.name]
-        if argument.name == "limits" and _has_plain_limits(given):
+        value = arguments[argument.name]
+        if argument.name == "limits" and _has_plain_limits(arguments):
             at_the_front = False
             yield from _limits(value, names)
             continue

@@ -132,8 +132,8 @@ def token_dim(
     if dim is None:
         return None
     outer = getattr(placement, "split_factor", 1)
-    for other, each in enumerate(value.placements):
-        if other != axis and getattr(each, "dim", None) == dim:
+    for other, other_placement in enumerate(value.placements):
+        if other != axis and getattr(other_placement, "dim", None) == dim:
             if mesh is not None and value.device_mesh != mesh:
                 continue
             if other > axis or not isinstance(placement, StridedShard):
@@ -165,14 +165,14 @@ def candidate_dims(
     shape: Sequence[Size], tokens: int, symbolic: bool = False
 ) -> list[TokenDim]:
     """List the dimensions of a shape that may be those of the tokens, by their size."""
-    found = []
+    dims = []
     for dim, own in enumerate(shape):
         size = expected(own)
         if size and size % tokens == 0 and is_symbol(own) == symbolic:
-            found.append(TokenDim(dim))
+            dims.append(TokenDim(dim))
             if size > tokens:
-                found.append(TokenDim(dim, size // tokens))
-    return found
+                dims.append(TokenDim(dim, size // tokens))
+    return dims
 
 
 def exchanged(x: Tensor, source: int, target: int) -> Tensor:

@@ -29,9 +29,9 @@ def call_subgraph(
     )
     values = [x.meta["val"] for x in module.graph.output_node().args[0]]
     node.meta.update(meta, val=tuple(values))
-    found = []
+    parts = []
     for i, value in enumerate(values):
         item = graph.call_function(operator.getitem, (node, i))
         item.meta.update(meta, val=value)
-        found.append(item)
-    return found
+        parts.append(item)
+    return parts

@@ -46,9 +46,9 @@ def transforms(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
-    seen: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     for start, first in enumerate(nodes):
-        if first in seen or not _is(first, _BEGINS):
+        if first in visited or not _is(first, _BEGINS):
             continue
         nested = last = _end_of_nesting(nodes, start)
         inside: dict[fx.Node, None] = {}
@@ -61,7 +61,7 @@ def transforms(graph: fx.Graph) -> Iterator[list[fx.Node]]:
                 if _is_wrapped(fake_value(node)):
                     last = max([last, *(position[user] for user in node.users)])
             at += 1
-        seen |= inside.keys()
+        visited |= inside.keys()
         yield list(inside)
 
 
@@ -69,8 +69,8 @@ def inside_transforms(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes of all regions, also in checkpoint regions."""
     return {
         node
-        for each in all_graphs(graph)
-        for region in transforms(each)
+        for subgraph in all_graphs(graph)
+        for region in transforms(subgraph)
         for node in region
     }
 

@@ -73,8 +73,8 @@ class Unrolling:
 def expand_ring(graph: fx.Graph, ctx: Unrolling) -> int:
     """Unroll rings; return their number. Rings with a symbolic mask stay one call."""
     limit = ctx.limit
-    found = [node for op in RINGS for node in _calls(graph, op)]
-    rings = [node for node in found if not _has_symbolic_mask(node)]
+    all_rings = [node for op in RINGS for node in _calls(graph, op)]
+    rings = [node for node in all_rings if not _has_symbolic_mask(node)]
     if limit is not None:
         rings = [node for node in rings if _ranks(node) <= limit]
     elif sum(map(_steps, rings)) > AUTO_STEPS:
@@ -94,10 +94,10 @@ def _tensors(node: fx.Node) -> dict[str, fx.Node]:
     """Return the tensors among the arguments of a ring, by name."""
     arguments = canonical_call(node).arguments
     extras = zip(_spec(node).extras, arguments["extras"], strict=True)
-    given = {**arguments, **dict(extras)}
+    by_name = {**arguments, **dict(extras)}
     return {
         name: x
-        for name, x in given.items()
+        for name, x in by_name.items()
         if isinstance(x, fx.Node) and isinstance(x.meta["val"], Tensor)
     }
 
@@ -158,8 +158,8 @@ def _trace(node: fx.Node) -> fx.Graph:
 
     def ring(*tensors: Tensor) -> Any:
         # Ranks divide a length that is a symbol; from here on it is a chunk per rank.
-        given = dict(zip(names, tensors, strict=True))
-        chunks = [given[name].shape[2] for name in ("q", "k")]
+        operands = dict(zip(names, tensors, strict=True))
+        chunks = [operands[name].shape[2] for name in ("q", "k")]
         sizes = [
             chunk * _ranks(node) if isinstance(length, fx.Node) else length
             for chunk, length in zip(chunks, (q_len, kv_len), strict=True)
@@ -171,11 +171,11 @@ def _trace(node: fx.Node) -> fx.Graph:
                 chunk // pieces if isinstance(size, fx.Node) else size
                 for chunk, size in own
             ]
-        inputs = AttentionInputs(spec, **{x: given.pop(x) for x in spec.extras})
+        inputs = AttentionInputs(spec, **{x: operands.pop(x) for x in spec.extras})
         call = Ring.of(inputs, sizes, group, direction)
         if bias_grad:
-            return function(**given, ring=call, bias_grad=True)
-        return function(**given, ring=call)[:3]
+            return function(**operands, ring=call, bias_grad=True)
+        return function(**operands, ring=call)[:3]
 
     with fake_mode, torch.no_grad():
         traced = make_fx(ring, decomposition_table=select_decomp_table())(*values)

@@ -158,21 +158,21 @@ def _buckets(nodes: list[fx.Node], megabytes: float | None) -> list[list[fx.Node
     if megabytes is None:
         share = sum(map(_bytes, nodes)) / 1e6 / _BUCKETS_PER_GRAPH
         megabytes = min(max(share, _SMALLEST_MEGABYTES), _LARGEST_MEGABYTES)
-    found: list[list[fx.Node]] = []
+    buckets: list[list[fx.Node]] = []
     open_ones: dict[Any, tuple[list[fx.Node], int]] = {}
     for node in nodes:
         value = node.meta["val"]
         if _bytes(node) >= megabytes * 1e6:
-            found.append([node])
+            buckets.append([node])
             continue
         kind = (node.args[1:], value.dtype, value.device)
         bucket, size = open_ones.get(kind, ([], 0))
         if not bucket or size >= megabytes * 1e6:
             bucket, size = [], 0
-            found.append(bucket)
+            buckets.append(bucket)
         bucket.append(node)
         open_ones[kind] = (bucket, size + _bytes(node))
-    return found
+    return buckets
 
 
 def _bytes(collective: fx.Node) -> int:
@@ -235,16 +235,16 @@ def _gradient_sums(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _ends_the_graph(wait: fx.Node) -> bool:
-    todo, seen = [wait], {wait}
+    todo, visited = [wait], {wait}
     while todo:
         for user in todo.pop().users:
-            if user.op == "output" or user in seen:
+            if user.op == "output" or user in visited:
                 continue
-            others = set(user.all_input_nodes) - seen
-            made = any(n.op == "call_function" for n in others)
-            if made or _exchanges(user):
+            other_inputs = set(user.all_input_nodes) - visited
+            is_computed = any(n.op == "call_function" for n in other_inputs)
+            if is_computed or _exchanges(user):
                 return False
-            seen.add(user)
+            visited.add(user)
             todo.append(user)
     return True
 
@@ -263,14 +263,14 @@ def _made_of_input(gather: fx.Node) -> list[fx.Node] | None:
 
     They are a cast, or padding that one rank has alone.
     """
-    found: list[fx.Node] = []
+    calls: list[fx.Node] = []
     node = _source(gather)
     while node.op == "call_function":
         if len(node.all_input_nodes) != 1 or _exchanges(node):
             return None
-        found.insert(0, node)
+        calls.insert(0, node)
         node = _source(node)
-    return found if node.op == "placeholder" else None
+    return calls if node.op == "placeholder" else None
 
 
 def _exchanges(node: fx.Node) -> bool:

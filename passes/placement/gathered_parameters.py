@@ -55,9 +55,9 @@ def read_local_parts(graph: fx.Graph) -> None:
 
     Raises: RewriteError if something reads one of them in another way.
     """
-    found: dict[fx.Node, DTensor] = {}
+    parameters: dict[fx.Node, DTensor] = {}
     for source, node in list(_readings(graph)):
-        whole = found.setdefault(source, fake_value(source))
+        whole = parameters.setdefault(source, fake_value(source))
         x, param_dtype, reduce_dtype, reshard = node.args
         node.target = cp_gather_parameter
         on, layout = MeshAxis(whole.device_mesh), concrete_layout(whole)
@@ -67,7 +67,7 @@ def read_local_parts(graph: fx.Graph) -> None:
         if reshard:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _AFTER_ALL_REGIONS
-    for source, whole in found.items():
+    for source, whole in parameters.items():
         local = whole.to_local().detach().requires_grad_(whole.requires_grad)
         for name in _names_of(source):
             name.meta |= {WHOLE: whole, "example_value": local}
@@ -124,6 +124,6 @@ def _names_of(source: fx.Node) -> list[fx.Node]:
             if region is None:
                 continue
             inner = region.graph.find_nodes(op="placeholder")
-            given = zip(inner, user.args[1:], strict=True)
-            names += [x for x, argument in given if argument is name]
+            pairs = zip(inner, user.args[1:], strict=True)
+            names += [x for x, argument in pairs if argument is name]
     return names

@@ -43,8 +43,8 @@ class GraphWriter(GraphValues):
     def of_sharded(cls, graph: fx.Graph, ctx: Context) -> GraphWriter:
         """Return a writer for a graph that shard_graph has gone over."""
         writer = cls(ctx, fake_mode_of(graph))
-        for each in all_graphs(graph):
-            writer.values |= {node: fake_value(node) for node in each.nodes}
+        for subgraph in all_graphs(graph):
+            writer.values |= {node: fake_value(node) for node in subgraph.nodes}
         return writer
 
     def call(
@@ -123,8 +123,8 @@ class GraphWriter(GraphValues):
         joint = self.joint_of(node)
         call = NewCall(cp_replicate, (plain, self.on))
         if joint is not None:
-            others = (Replicate(),) * (joint.other.ndim)
-            call = NewCall(cp_tp_lift, (plain, joint.joint, self.on, others))
+            replicated = (Replicate(),) * (joint.other.ndim)
+            call = NewCall(cp_tp_lift, (plain, joint.joint, self.on, replicated))
         key = (node.graph, plain, joint)
         if key not in self.wrapped:
             with node.graph.inserting_before(node):
@@ -137,8 +137,8 @@ class GraphWriter(GraphValues):
         They are wrapped anew when they are read again.
         """
         memory = self.storages.get(written)
-        kept = self.wrapped.items()
-        self.wrapped = {k: v for k, v in kept if self.storages.get(k[1]) != memory}
+        wrapped = self.wrapped.items()
+        self.wrapped = {k: v for k, v in wrapped if self.storages.get(k[1]) != memory}
 
     def shard(self, node: fx.Node, dim: TokenDim, *, like: fx.Node) -> fx.Node:
         """Insert the call that splits the value of `node` along `dim`."""

@@ -63,16 +63,16 @@ def joint_mesh_with(ctx: Context, other: DeviceMesh) -> JointMesh:
 
     Raises: InputError if the sequence lies on a mesh of several axes.
     """
-    known = _joint_meshes(ctx)
-    if other not in known:
+    meshes = _joint_meshes(ctx)
+    if other not in meshes:
         if ctx.mesh.ndim != 1:
             raise InputError(
                 f"the sequence lies on a mesh with the axes {ctx.mesh.mesh_dim_names}, "
                 f"and there are DTensors on {other.mesh_dim_names}; needed tokens that "
                 'lie on the axis of the sequence alone: cp.shard(x, mesh["cp"], dim)'
             )
-        known[other] = JointMesh(MeshAxis(joint_mesh(ctx.mesh, other)), other)
-    return known[other]
+        meshes[other] = JointMesh(MeshAxis(joint_mesh(ctx.mesh, other)), other)
+    return meshes[other]
 
 
 def joint_mesh_on(ctx: Context, mesh: DeviceMesh) -> JointMesh:
@@ -81,10 +81,10 @@ def joint_mesh_on(ctx: Context, mesh: DeviceMesh) -> JointMesh:
 
 
 def _joint_meshes(ctx: Context) -> dict[DeviceMesh, JointMesh]:
-    known: dict[DeviceMesh, JointMesh] = ctx.findings.shared.setdefault(
+    meshes: dict[DeviceMesh, JointMesh] = ctx.findings.shared.setdefault(
         "joint_meshes", {}
     )
-    return known
+    return meshes
 
 
 def cp_tp_enter(
@@ -152,8 +152,8 @@ def cp_tp_share(x: Tensor, joint: MeshAxis) -> DTensor:
     Its gradient is complete on the sequence axis only.
     """
     everywhere = (_WHOLE,) * joint.mesh.ndim
-    others = tuple(range(1, joint.mesh.ndim))
-    return UnreducedGradient.apply(x, joint.mesh, everywhere, others, 1, None)  # type: ignore[no-any-return, no-untyped-call]
+    other_axes = tuple(range(1, joint.mesh.ndim))
+    return UnreducedGradient.apply(x, joint.mesh, everywhere, other_axes, 1, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def cp_tp_move(x: DTensor, placements: Placements) -> DTensor:
@@ -169,11 +169,11 @@ def cp_tp_lower(
 
     grad_placements: the placements of the gradient on the other axes.
     """
-    first, *others = x.placements
+    first, *other_placements = x.placements
     if first.is_partial():
-        x, first = x.redistribute(placements=(_WHOLE, *others)), _WHOLE
+        x, first = x.redistribute(placements=(_WHOLE, *other_placements)), _WHOLE
     if grad_placements is None:
-        grad_placements = [_WHOLE if p.is_partial() else p for p in others]
+        grad_placements = [_WHOLE if p.is_partial() else p for p in other_placements]
     local = local_part(x, (first, *grad_placements))
     shape = list(local.shape)
     if isinstance(first, Shard):
@@ -188,8 +188,8 @@ def cp_tp_regular(x: DTensor, on: MeshAxis) -> DTensor:
 
 def cp_tp_leave(x: DTensor) -> Tensor:
     """Return the local part of a DTensor on other axes that leaves the graph."""
-    others = [_WHOLE if p.is_partial() else p for p in x.placements[1:]]
-    return local_part(x.redistribute(placements=(_WHOLE, *others)))
+    other_placements = [_WHOLE if p.is_partial() else p for p in x.placements[1:]]
+    return local_part(x.redistribute(placements=(_WHOLE, *other_placements)))
 
 
 def cp_tp_leave_chunks(x: DTensor) -> Tensor:

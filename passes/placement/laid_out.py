@@ -27,9 +27,9 @@ def place_tokens(
     placements: the placements of the result; on `axis` a Shard or a _StridedShard,
     which says where the tokens are.
     """
-    others = list(placements)
-    others[axis] = Replicate()
-    whole = x.redistribute(placements=others)
+    replicated = list(placements)
+    replicated[axis] = Replicate()
+    whole = x.redistribute(placements=replicated)
     return _Placed.apply(whole, tuple(placements), axis, tokens)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -109,5 +109,5 @@ class _Reordered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
-        found = _Reordered.apply(grad, *ctx.rest)  # type: ignore[no-untyped-call]
-        return found, None, None, None, None
+        gradient = _Reordered.apply(grad, *ctx.rest)  # type: ignore[no-untyped-call]
+        return gradient, None, None, None, None

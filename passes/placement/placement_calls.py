@@ -167,8 +167,8 @@ def cp_dropout_mask(
     """
     order = tuple(range(like.ndim)) if order is None else order
     sizes = [like.shape[dim] for dim in order]
-    kept = torch.ones(sizes, dtype=like.dtype, device=like.device)
-    return F.dropout(kept.permute([order.index(d) for d in range(like.ndim)]), p)
+    ones = torch.ones(sizes, dtype=like.dtype, device=like.device)
+    return F.dropout(ones.permute([order.index(d) for d in range(like.ndim)]), p)
 
 
 def cp_replicated(target: Callee, on: MeshAxis, /, *args: Any, **kwargs: Any) -> Any:

@@ -112,29 +112,29 @@ def _messages(watch: Stopwatch, effort: Effort) -> tuple[MessageSample, ...]:
     sizes = measure_links.SIZES + (measure_links.LONG_SIZES if effort.long else ())
     size, near = watch.group.size(), ranks_per_node(watch.group)
     ranks = dist.get_process_group_ranks(watch.group)
-    found: tuple[MessageSample, ...] = ()
+    samples: tuple[MessageSample, ...] = ()
     if near == size:
         whole = measure_links.measure_messages
-        found += whole(watch, watch.group, effort.messages, sizes)
+        samples += whole(watch, watch.group, effort.messages, sizes)
         if size > 2 and size % 2 == 0:
             pairs = _my_group(
                 watch.group, [ranks[i : i + 2] for i in range(0, size, 2)]
             )
             small = [x for x in sizes if x <= measure_links.SMALL]
-            found += whole(
+            samples += whole(
                 watch,
                 pairs,
                 effort.small_groups,
                 small,
                 kinds=[k for k in TimedExchange if k is not TimedExchange.HOP],
             )
-        return found + _shared(watch, size, effort, sizes)
+        return samples + _shared(watch, size, effort, sizes)
     nodes = _my_group(watch.group, [ranks[i : i + near] for i in range(0, size, near)])
-    found += measure_links.measure_messages(watch, nodes, effort.messages, sizes)
+    samples += measure_links.measure_messages(watch, nodes, effort.messages, sizes)
     across = _my_group(watch.group, [ranks[i::near] for i in range(near)])
     idle = watch.group.rank() % near > 0
     for senders in (1, near):
-        found += measure_links.measure_messages(
+        samples += measure_links.measure_messages(
             watch,
             across,
             effort.small_groups / 2,
@@ -143,7 +143,7 @@ def _messages(watch: Stopwatch, effort: Effort) -> tuple[MessageSample, ...]:
             senders=senders,
             idle=senders == 1 and idle,
         )
-    return found + _shared(watch, near, effort, sizes)
+    return samples + _shared(watch, near, effort, sizes)
 
 
 def _shared(
@@ -155,19 +155,19 @@ def _shared(
     """
     size, ranks = watch.group.size(), dist.get_process_group_ranks(watch.group)
     groups = [2**i for i in range(1, near.bit_length()) if 2**i < near]
-    found: tuple[MessageSample, ...] = ()
+    samples: tuple[MessageSample, ...] = ()
     for count in groups:
         if near % count:
             continue
-        each = [ranks[i : i + count] for i in range(0, size, count)]
-        found += measure_links.measure_messages(
+        all_ranks = [ranks[i : i + count] for i in range(0, size, count)]
+        samples += measure_links.measure_messages(
             watch,
-            _my_group(watch.group, each),
+            _my_group(watch.group, all_ranks),
             effort.small_groups / len(groups),
             [x for x in sizes if x > measure_links.SMALL],
             kinds=[TimedExchange.ALL_TO_ALL],
         )
-    return found
+    return samples
 
 
 def _my_group(group: ProcessGroup, all_ranks: Sequence[Sequence[int]]) -> ProcessGroup:
@@ -175,9 +175,9 @@ def _my_group(group: ProcessGroup, all_ranks: Sequence[Sequence[int]]) -> Proces
     mine = dist.get_process_group_ranks(group)[group.rank()]
     (own,) = [list(ranks) for ranks in all_ranks if mine in ranks]
     # Only the members call it: `group` need not be all ranks there are.
-    made = dist.new_group(own, use_local_synchronization=True)
-    assert isinstance(made, ProcessGroup), "this rank is a member"
-    return made
+    own_group = dist.new_group(own, use_local_synchronization=True)
+    assert isinstance(own_group, ProcessGroup), "this rank is a member"
+    return own_group
 
 
 def _from_device(watch: Stopwatch, samples: Samples) -> dict[str, tuple[float, str]]:
@@ -197,7 +197,7 @@ def _from_device(watch: Stopwatch, samples: Samples) -> dict[str, tuple[float, s
         issue = host_bound_seconds(samples.kernels)
         who = "measured: an attention step of the fewest tokens, which the host bounds"
     node = "LOCAL_WORLD_SIZE" if near < watch.group.size() else "all ranks of the group"
-    found = {
+    numbers = {
         "memory_bytes": (memory, where),
         "parallel_tiles": (tiles, what),
         "ranks_per_node": (float(near), node),
@@ -208,10 +208,10 @@ def _from_device(watch: Stopwatch, samples: Samples) -> dict[str, tuple[float, s
         hops = [s for s in samples.messages if s.kind is TimedExchange.HOP]
         rate = max(s.sent_bytes / s.seconds for s in hops)
         text = "as the links between ranks, all of which were measured"
-        found["inter_node_bytes_per_second"] = (rate, text)
-        found["inter_node_latency_seconds"] = (0.0, text)
-        found["network_cards_per_node"] = (float(near), "does not matter")
-    return found
+        numbers["inter_node_bytes_per_second"] = (rate, text)
+        numbers["inter_node_latency_seconds"] = (0.0, text)
+        numbers["network_cards_per_node"] = (float(near), "does not matter")
+    return numbers
 
 
 def _about(watch: Stopwatch, device_name: str) -> dict[str, str]:

@@ -97,10 +97,10 @@ def fit_kernels(
         chosen: Vector = np.where(backward, times[1], times[0])
         return chosen
 
-    found = fit(parameters, predict, [s.seconds for s in samples])
-    values = {k: v if v > 2 * _SMALL else 0.0 for k, v in found.values.items()}
-    values["kernel_launch_seconds"] = found.values["kernel_launch_seconds"]
-    return replace(found, values=values)
+    fitted = fit(parameters, predict, [s.seconds for s in samples])
+    values = {k: v if v > 2 * _SMALL else 0.0 for k, v in fitted.values.items()}
+    values["kernel_launch_seconds"] = fitted.values["kernel_launch_seconds"]
+    return replace(fitted, values=values)
 
 
 def host_bound_seconds(samples: Sequence[KernelSample]) -> float:
@@ -123,13 +123,13 @@ def fit_line(samples: Sequence[SizedSample]) -> StraightLine:
         Parameter("latency", shortest / 2, shortest * 1e-4, shortest * 2),
         Parameter("rate", start, start / 1e3, start * 1e3),
     ]
-    found = fit(
+    fitted = fit(
         parameters,
         lambda values: values["latency"] + sizes / values["rate"],
         [s.seconds for s in good],
         scales=(1.0,),
     )
-    return StraightLine(found.values["latency"], found.values["rate"], found)
+    return StraightLine(fitted.values["latency"], fitted.values["rate"], fitted)
 
 
 def fit_overlap(samples: Sequence[OverlapSample]) -> float:

@@ -40,9 +40,9 @@ def fit_profile(
     sources: dict[str, str] = {}
     errors: dict[str, str] = {}
 
-    def add(found: Mapping[str, float], source: str) -> None:
-        values.update(found)
-        sources.update(dict.fromkeys(found, source))
+    def add(numbers: Mapping[str, float], source: str) -> None:
+        values.update(numbers)
+        sources.update(dict.fromkeys(numbers, source))
 
     for name, (value, source) in from_device.items():
         add({name: value}, source)
@@ -70,7 +70,7 @@ def fit_profile(
         + copies.fit.summary,
     )
     merges = samples.merges, samples.backward_merges
-    lines = [_line_or_none(each) for each in merges]
+    lines = [_line_or_none(merge_samples) for merge_samples in merges]
     for name, line, timed in zip(MEASURED_MERGES, lines, merges, strict=True):
         if line is not None:
             errors[f"fit_error_{name.removesuffix('_bytes_per_element')}"] = (
@@ -141,17 +141,17 @@ def _add_links(
         ("fit_error_collectives", collectives, fit_collectives),
     ):
         if group:
-            found = fitter(group)
-            errors[name] = found.summary
+            fitted = fitter(group)
+            errors[name] = fitted.summary
             kinds = _listed(s.kind.value for s in group)
             ranks = _listed(s.ranks for s in group)
             extent = _listed(int(s.sent_bytes) for s in group)
             source = (
                 f"fitted to {kinds}; {extent} bytes sent per rank, groups of {ranks}: "
-                + found.summary
+                + fitted.summary
             )
-            values.update(found.values)
-            sources.update(dict.fromkeys(found.values, source))
+            values.update(fitted.values)
+            sources.update(dict.fromkeys(fitted.values, source))
     alone = [s for s in samples.messages if s.senders == 1]
     together = [s for s in samples.messages if s.senders > 1]
     if alone and together:

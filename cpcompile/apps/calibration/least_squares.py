@@ -74,11 +74,11 @@ def fit(
         ratio: Vector = np.log(np.maximum(predict(named(x)), 1e-300) / times)
         return ratio
 
-    found = [
+    solutions = [
         _search(np.clip(first + np.log(scale), low, high), residuals, low, high)
         for scale in scales
     ]
-    best = min(found, key=lambda x: _loss(residuals(x)))
+    best = min(solutions, key=lambda x: _loss(residuals(x)))
     return LeastSquaresFit(named(best), np.abs(np.expm1(residuals(best))))
 
 

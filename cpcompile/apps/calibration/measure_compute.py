@@ -138,13 +138,15 @@ def measure_kernels(
     if long:
         shapes += CPU_LONG_SHAPES if cpu else GPU_LONG_SHAPES
     what = [(dim, *shape) for dim in HEAD_DIMS for shape in shapes]
-    steps = [TimedStep(watch.device, heads, *each) for each in what]
+    steps = [TimedStep(watch.device, heads, *step_shape) for step_shape in what]
     cases: list[Case] = [partial(step.forward, None, None) for step in steps]
     cases += [partial(step.backward, None, None, None) for step in steps]
     medians = watch.medians(cases, seconds)
     return tuple(
-        KernelSample(1, heads, *each, i >= len(what), time)
-        for i, (each, time) in enumerate(zip([*what, *what], medians, strict=True))
+        KernelSample(1, heads, *step_shape, i >= len(what), time)
+        for i, (step_shape, time) in enumerate(
+            zip([*what, *what], medians, strict=True)
+        )
     )
 
 
@@ -214,9 +216,9 @@ def measure_speeds(watch: Stopwatch, seconds: float) -> dict[str, float]:
         for dtype in SPEED_DTYPES.values()
     ]
     times = watch.medians([partial(s.forward, None, None) for s in steps], seconds)
-    found = dict(zip(SPEED_DTYPES.values(), times, strict=True))
-    usual = found[usual_dtype(watch.device)]
-    return {name: usual / found[dtype] for name, dtype in SPEED_DTYPES.items()}
+    times_by_dtype = dict(zip(SPEED_DTYPES.values(), times, strict=True))
+    usual = times_by_dtype[usual_dtype(watch.device)]
+    return {name: usual / times_by_dtype[dtype] for name, dtype in SPEED_DTYPES.items()}
 
 
 def measure_launches(watch: Stopwatch, seconds: float) -> tuple[SizedSample, ...]:

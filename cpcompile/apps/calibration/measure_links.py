@@ -51,7 +51,7 @@ def measure_messages(
         sizes: bytes to each other rank. seconds: about how long to measure.
         senders: of MessageSample. idle: this rank only waits for the others.
     """
-    found: list[MessageSample] = []
+    samples: list[MessageSample] = []
     share = seconds / len(kinds)
     for kind in kinds:
         cases: list[Case] = []
@@ -64,8 +64,8 @@ def measure_messages(
         for size, time in zip(sizes, medians, strict=False):
             peers = 1 if kind is TimedExchange.HOP else group.size() - 1
             sent = float(peers * size)
-            found.append(MessageSample(kind, group.size(), sent, time, senders))
-    return tuple(found)
+            samples.append(MessageSample(kind, group.size(), sent, time, senders))
+    return tuple(samples)
 
 
 def measure_overlap(

@@ -86,24 +86,24 @@ def _preset(arguments: argparse.Namespace) -> Preset:
 
     Arguments beside a name replace its sizes. layers is 0 if nothing says their number.
     """
-    given = {
+    sizes = {
         name: getattr(arguments, name)
         for name in ("heads", "kv_heads", "head_dim", "value_dim", "layers", "causal")
         if getattr(arguments, name) is not None
     }
     if arguments.model is not None:
-        return replace(find_preset(arguments.model), **given)
+        return replace(find_preset(arguments.model), **sizes)
     missing = [
-        f"--{n.replace('_', '-')}" for n in ("heads", "head_dim") if n not in given
+        f"--{n.replace('_', '-')}" for n in ("heads", "head_dim") if n not in sizes
     ]
     if missing:
         raise ValueError(f"needs --model, or {' and '.join(missing)}")
-    return Preset(**{"layers": 0, "kv_heads": given["heads"]} | given)
+    return Preset(**{"layers": 0, "kv_heads": sizes["heads"]} | sizes)
 
 
 def _answer(arguments: argparse.Namespace, preset: Preset, ranks: int) -> Answer:
     try:
-        found = plan(
+        chosen_plan = plan(
             batch=arguments.batch,
             heads=preset.heads,
             kv_heads=preset.kv_heads,
@@ -122,7 +122,7 @@ def _answer(arguments: argparse.Namespace, preset: Preset, ranks: int) -> Answer
             overrides=dict(arguments.override),
             relayout=arguments.relayout,
         )
-        return Answer(ranks, found)
+        return Answer(ranks, chosen_plan)
     except ValueError as error:
         return Answer(ranks, None, str(error).removeprefix("cp.plan: "))
 

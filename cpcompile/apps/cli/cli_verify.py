@@ -38,23 +38,23 @@ def run(parsed: argparse.Namespace) -> int:
 def run_trace(parsed: argparse.Namespace) -> int:
     """Record a step, write it, print the calls with their times; return 0."""
     model, args, kwargs = made(parsed.function)
-    found = trace(
+    recorded = trace(
         model, args, kwargs, _options(parsed), parsed.world, show_progress=True
     )
-    Path(parsed.out).write_text(found.to_json() + "\n")
-    print(found.explanation)
-    if found.note:
-        print(found.note)
+    Path(parsed.out).write_text(recorded.to_json() + "\n")
+    print(recorded.explanation)
+    if recorded.note:
+        print(recorded.note)
     print(f"wrote {parsed.out}; open it at ui.perfetto.dev", file=sys.stderr)
     if parsed.html:
-        Path(parsed.html).write_text(found.explanation.to_html(), encoding="utf-8")
+        Path(parsed.html).write_text(recorded.explanation.to_html(), encoding="utf-8")
         print(f"wrote {parsed.html}", file=sys.stderr)
     return 0
 
 
 def _options(parsed: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(parsed, name) for name in ("inner", "strategy", "layout")}
-    return {name: value for name, value in given.items() if value is not None}
+    options = {name: getattr(parsed, name) for name in ("inner", "strategy", "layout")}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def made(text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

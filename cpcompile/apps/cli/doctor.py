@@ -40,9 +40,9 @@ def run(*, as_json: bool = False) -> int:
 
 def findings_here() -> list[Finding]:
     """Collect everything that can be said of this machine."""
-    found = list(_versions())
+    findings = list(_versions())
     if os.environ.get("TORCH_LOGS") == "":
-        found.append(
+        findings.append(
             Finding(
                 "torch",
                 "TORCH_LOGS",
@@ -51,10 +51,10 @@ def findings_here() -> list[Finding]:
                 "unset TORCH_LOGS; nothing below was looked at",
             )
         )
-        return found
+        return findings
     if _version("torch") is None:
-        return found
-    return [*found, *_devices(), *_backends(), *_private_interfaces(), *_profiles()]
+        return findings
+    return [*findings, *_devices(), *_backends(), *_private_interfaces(), *_profiles()]
 
 
 def report(findings: Sequence[Finding]) -> str:
@@ -84,20 +84,20 @@ def _versions() -> Iterator[Finding]:
     yield Finding(topic, "matplotlib", _version("matplotlib") or pictures)
 
 
-def _torch_version(found: str | None) -> Finding:
+def _torch_version(version: str | None) -> Finding:
     low, high = (".".join(map(str, v)) for v in TORCH_VERSIONS)
     fix = f"install torch {low} to {high}"
-    if found is None:
+    if version is None:
         return Finding("versions", "torch", "missing", "torch is not installed", fix)
-    major, minor = (int(part) for part in found.split(".")[:2])
+    major, minor = (int(part) for part in version.split(".")[:2])
     if (major, minor) < TORCH_VERSIONS[0]:
-        problem = f"torch {found} is older than {low}"
+        problem = f"torch {version} is older than {low}"
     elif (major, minor) > TORCH_VERSIONS[1]:
-        problem = f"torch {found} is newer than {high}, the last one that was tried"
+        problem = f"torch {version} is newer than {high}, the last one that was tried"
         fix = f"if anything fails, {fix}"
     else:
-        return Finding("versions", "torch", found)
-    return Finding("versions", "torch", found, problem, fix)
+        return Finding("versions", "torch", version)
+    return Finding("versions", "torch", version, problem, fix)
 
 
 def _devices() -> Iterator[Finding]:
@@ -130,22 +130,26 @@ def _backends() -> Iterator[Finding]:
     import torch.distributed as dist
 
     topic = "backends"
-    known = "cp" in torch._dynamo.list_backends(exclude_tags=())
+    is_registered = "cp" in torch._dynamo.list_backends(exclude_tags=())
     yield Finding(
         topic,
         'backend="cp"',
-        "registered" if known else "not found",
-        None if known else "torch.compile does not know the backend",
-        None if known else "install cpcompile again, so that its entry point is there",
+        "registered" if is_registered else "not found",
+        None if is_registered else "torch.compile does not know the backend",
+        None
+        if is_registered
+        else "install cpcompile again, so that its entry point is there",
     )
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
-    found = [n for n in names if dist.is_available() and dist.is_backend_available(n)]
+    available = [
+        n for n in names if dist.is_available() and dist.is_backend_available(n)
+    ]
     needed = ["gloo", *(["nccl"] if torch.cuda.is_available() else [])]
-    missing = [name for name in needed if name not in found]
+    missing = [name for name in needed if name not in available]
     yield Finding(
         topic,
         "torch.distributed",
-        ", ".join(found) or "none",
+        ", ".join(available) or "none",
         f"{' and '.join(missing)} cannot be used" if missing else None,
         "install a build of torch with it" if missing else None,
     )
@@ -168,17 +172,17 @@ def _private_interfaces() -> Iterator[Finding]:
     from cpcompile.torch_patches.inductor_compat import PROBES, problems
 
     topic = "private interfaces of torch"
-    found = problems()
-    yield Finding(topic, "probes", f"{len(PROBES) - len(found)} of {len(PROBES)} fit")
-    if not found:
+    issues = problems()
+    yield Finding(topic, "probes", f"{len(PROBES) - len(issues)} of {len(PROBES)} fit")
+    if not issues:
         # It is what the symbols are for, and may itself miss one of them.
         from cpcompile.compile.ring_probe import ring_problem
 
         problem = ring_problem("cuda" if torch.cuda.is_available() else "cpu")
         yield Finding(topic, "tiny ring", "unrolled" if problem is None else "refused")
-        found = () if problem is None else (problem,)
+        issues = () if problem is None else (problem,)
     low, high = (".".join(map(str, v)) for v in TORCH_VERSIONS)
-    for number, problem in enumerate(found, 1):
+    for number, problem in enumerate(issues, 1):
         yield Finding(
             topic,
             f"probe {number}",

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, preset: Preset) -> int:
     if arguments.memory is None:
         raise ValueError("--fit needs --memory, the bytes of one rank, such as 80G")
     model = _decoder(arguments, preset)
-    found = [
+    fits = [
         fit(
             model,
             memory=arguments.memory,
@@ -58,9 +58,9 @@ def run(arguments: argparse.Namespace, preset: Preset) -> int:
         for ranks in arguments.cp
     ]
     if arguments.json:
-        print(to_json(found))
+        print(to_json(fits))
     else:
-        print("\n".join(_text(arguments, found)))
+        print("\n".join(_text(arguments, fits)))
     return 0
 
 
@@ -86,9 +86,9 @@ def _decoder(arguments: argparse.Namespace, preset: Preset) -> Decoder:
     )
 
 
-def _text(arguments: argparse.Namespace, found: list[Fit]) -> list[str]:
+def _text(arguments: argparse.Namespace, fits: list[Fit]) -> list[str]:
     header = ("ranks", "tokens", "published", "s per step", "strategy", *_PARTS)
-    rows = [_row(arguments, x) for x in found]
+    rows = [_row(arguments, x) for x in fits]
     notes = ["GB (1e9) of one rank at that length; one row of tokens per step."]
     if any(row[2] for row in rows):
         notes.append(f"published: {SOURCE}.")
@@ -101,10 +101,10 @@ def _text(arguments: argparse.Namespace, found: list[Fit]) -> list[str]:
 
 def _row(arguments: argparse.Namespace, x: Fit) -> tuple[str, ...]:
     published = [
-        f"{each.tokens:,}"
-        for each in PUBLISHED
-        if (each.model, each.ranks) == (arguments.model, x.ranks)
-        and each.memory == arguments.memory
+        f"{record.tokens:,}"
+        for record in PUBLISHED
+        if (record.model, record.ranks) == (arguments.model, x.ranks)
+        and record.memory == arguments.memory
     ]
     parts = [f"{getattr(x.memory, name) / 1e9:.1f}" for name in _PARTS]
     tokens = f"{x.tokens:,}" if x.tokens else "none"

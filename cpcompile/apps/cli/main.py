@@ -26,11 +26,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given[:1] == ["calibrate"]:  # parses its own arguments
-            return _calibrate(given[1:])
-        parsed = _parser().parse_args(given)
+        if argv[:1] == ["calibrate"]:  # parses its own arguments
+            return _calibrate(argv[1:])
+        parsed = _parser().parse_args(argv)
     except SystemExit as leaving:  # argparse has printed the help, or the mistake
         return leaving.code if isinstance(leaving.code, int) else 2
     try:

@@ -154,7 +154,7 @@ def _override(text: str) -> tuple[str, float]:
 
 def _ranks(text: str) -> tuple[int, ...]:
     """Parse "8", "2,4,8", or "1..1024": a number, and its doubles up to the last."""
-    found: list[int] = []
+    ranks: list[int] = []
     for part in text.split(","):
         first, dots, last = part.strip().partition("..")
         try:
@@ -166,6 +166,6 @@ def _ranks(text: str) -> tuple[int, ...]:
                 f"{text!r} is not like 8, 2,4,8 or 1..1024 (1 to {MOST_RANKS} ranks)"
             )
         while low <= high:
-            found.append(low)
+            ranks.append(low)
             low *= 2
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(ranks))

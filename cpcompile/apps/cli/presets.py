@@ -115,11 +115,11 @@ def find_preset(name: str) -> Preset:
 
     Raises: ValueError for an unknown name, with the names there are and the nearest.
     """
-    found = PRESETS.get(name.lower())
-    if found is None:
+    preset = PRESETS.get(name.lower())
+    if preset is None:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.0)
         raise ValueError(
             f"model {name!r} is unknown: there are {', '.join(PRESETS)}; did you mean "
             f"{near[0]!r}? Others are described by --heads, --kv-heads and --head-dim"
         )
-    return found
+    return preset

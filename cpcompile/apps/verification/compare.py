@@ -26,8 +26,8 @@ def compared(got: dict[str, Tensor], by: Reference, rank: int) -> list[Check]:
 
     results = [x for name, x in by.exact.items() if name.startswith("result ")]
     # A loss that verify makes is a sum in which results cancel.
-    made = all(x.ndim for x in results)
-    of_loss = max(map(largest, results), default=0.0) if made else 0.0
+    makes_loss = all(x.ndim for x in results)
+    of_loss = max(map(largest, results), default=0.0) if makes_loss else 0.0
 
     def floor_of(full: str) -> float:
         if full.startswith("gradient "):
@@ -55,7 +55,9 @@ def compared(got: dict[str, Tensor], by: Reference, rank: int) -> list[Check]:
             problem = f"has shape {list(value.shape)}, not {list(exact.shape)}"
             checks.append(Check(kind, name, 0.0, 0.0, rank, problem))
             continue
-        given = exact, [x[full] for x in by.rough], floor_of(full)
-        found = deviation_where_defined(full, value, *given, usual.get(kind, 0.0))
-        checks.append(Check(kind, name, found.error, found.bound, rank))
+        expected = exact, [x[full] for x in by.rough], floor_of(full)
+        deviation = deviation_where_defined(
+            full, value, *expected, usual.get(kind, 0.0)
+        )
+        checks.append(Check(kind, name, deviation.error, deviation.bound, rank))
     return checks

@@ -31,10 +31,10 @@ def named_tensors(result: Any, prefix: str = "") -> dict[str, Tensor]:
         ]
     else:
         return {}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in items:
-        found |= named_tensors(value, f"{prefix}.{name}" if prefix else str(name))
-    return found
+        tensors |= named_tensors(value, f"{prefix}.{name}" if prefix else str(name))
+    return tensors
 
 
 def loss_of(results: Mapping[str, Tensor], name: str = "loss") -> Tensor:

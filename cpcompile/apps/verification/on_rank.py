@@ -122,8 +122,8 @@ def compute(options: Mapping[str, Any], rate: float) -> Compiled:
     session.call = torch.compile(session.program.model, backend=backend)
     start = session.program.copied()
     with recording() as reports, watching(session.log.watch), _many_programs():
-        found = results_of(session.program, session.call, rate)
-    session.values = found
+        values = results_of(session.program, session.call, rate)
+    session.values = values
     session.program.model.load_state_dict(start.model.state_dict())
     once: dict[int, GraphReport] = {id(report): report for report in reports}
     return Compiled(
@@ -155,24 +155,24 @@ def locate(wide: bool) -> tuple[tuple[int, ...], CallPlace] | None:
     log.wide, log.replays = wide, []
     with ExitStack() as stack:
         # As where the graph is traced.
-        for each in (
+        for context in (
             tracing.backend_runs,
             tracing.plain_means_replicated,
             local_memory.copied_if_need_be,
             redistribute_plans.plans_are_kept,
             _many_programs,
         ):
-            stack.enter_context(each())
+            stack.enter_context(context())
         results_of(session.program, session.call, 0.0, steps=0)
         for replay in log.replays:
             replay.compare_gradients()
     replays, log.replays = log.replays, None
-    found: list[tuple[GraphReplay, Difference]] = [
+    differences: list[tuple[GraphReplay, Difference]] = [
         (replay.graph, x) for replay in replays for x in replay.differences
     ]
-    if not found:
+    if not differences:
         return None
-    graph, first = min(found, key=lambda x: x[1].order)
+    graph, first = min(differences, key=lambda x: x[1].order)
     dtype = "float64" if wide else "the dtype of the model"
     return first.order, described(graph, first, dist.get_rank(), dtype)
 

@@ -112,12 +112,12 @@ class Pool:
         except BaseException:
             self.close()
             raise
-        found = {
+        results = {
             r: v if done else ProcessFailedError(v) for r, (done, v) in answers.items()
         }
-        if len(found) < self.world or not all(done for done, _ in answers.values()):
+        if len(results) < self.world or not all(done for done, _ in answers.values()):
             self.close()
-        return found
+        return results
 
     def close(self, grace: float = 0.0) -> None:
         """End the processes; they have `grace` seconds to end by themselves."""
@@ -170,9 +170,9 @@ class Pool:
         failures = {rank: text for rank, (done, text) in answers.items() if not done}
         if failures:
             rank, text = next(iter(failures.items()))
-            others = f"; ranks {sorted(failures)} failed" if len(failures) > 1 else ""
+            remark = f"; ranks {sorted(failures)} failed" if len(failures) > 1 else ""
             raise ProcessFailedError(
-                f"{what}: rank {rank} failed first{others}\n{text}"
+                f"{what}: rank {rank} failed first{remark}\n{text}"
             )
         missing = set(range(self.world)) - answers.keys()
         if missing:
@@ -194,8 +194,8 @@ class Pool:
         deadline = time.monotonic() + timeout
         used, since = self._computed(), time.monotonic()
         while waiting:
-            left = max(deadline - time.monotonic(), 0.0)
-            ready: list[Any] = wait(list(waiting), min(left, idle / 4))
+            remaining = max(deadline - time.monotonic(), 0.0)
+            ready: list[Any] = wait(list(waiting), min(remaining, idle / 4))
             if not ready:
                 now, still = time.monotonic(), self._computed()
                 if now >= deadline or (still == used and now - since > idle):

@@ -65,9 +65,9 @@ class _RunningGroup:
     """The ranks that run already; every one of them calls this."""
 
     def call(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, fn(*args))
-        return _values(found)
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, fn(*args))
+        return _values(results)
 
     def handed(self, reference: Reference) -> Reference:
         return reference
@@ -117,9 +117,9 @@ def _pickled(program: ComparedProgram) -> bytes:
         ) from error
 
 
-def _values(found: list[Any]) -> list[Any]:
+def _values(results: list[Any]) -> list[Any]:
     """Return what all ranks return; raise what the first one has raised."""
-    raised = [x for x in found if isinstance(x, Raised)]
+    raised = [x for x in results if isinstance(x, Raised)]
     if raised:
         # A rank that lost its neighbour says so; what that one says is the cause.
         causes = [x for x in raised if "Connection closed" not in x.text] or raised
@@ -127,7 +127,7 @@ def _values(found: list[Any]) -> list[Any]:
         if kind is not None and kind is not errors.TraceError:
             raise kind(causes[0].text)
         raise RuntimeError(f"{causes[0].kind}: {causes[0].text}")
-    return found
+    return results
 
 
 def options_without_mesh(options: Mapping[str, Any]) -> dict[str, Any]:

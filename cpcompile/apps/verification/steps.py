@@ -121,7 +121,7 @@ def results_of(
     call: what runs the model. rate: of the descent; steps: 0 for gradients alone.
     """
     steps = program.steps if steps is None else steps
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     model = program.model
     for number in range(max(steps, 1)):
         model.zero_grad()
@@ -132,15 +132,15 @@ def results_of(
         if trains:
             loss = _loss(results)
             loss.backward()
-            found[f"loss step {number + 1}"] = whole(loss)
+            tensors[f"loss step {number + 1}"] = whole(loss)
         if number == 0:
-            found |= {f"result {n}": whole(x) for n, x in results.items()}
-            found |= dict(_gradients(model, (args, kwargs)))
+            tensors |= {f"result {n}": whole(x) for n, x in results.items()}
+            tensors |= dict(_gradients(model, (args, kwargs)))
         if trains and steps:
             _descend(model, rate)
     if steps:
-        found |= {f"weight {n}": whole(x).clone() for n, x in _weights(model)}
-    return found | {f"buffer {n}": whole(x) for n, x in _buffers(model)}
+        tensors |= {f"weight {n}": whole(x).clone() for n, x in _weights(model)}
+    return tensors | {f"buffer {n}": whole(x) for n, x in _buffers(model)}
 
 
 def _loss(results: Mapping[str, Tensor]) -> Tensor:
@@ -148,11 +148,11 @@ def _loss(results: Mapping[str, Tensor]) -> Tensor:
     return loss_of(results, "loss" if "loss" in results else (*scalars, "loss")[0])
 
 
-def _gradients(model: nn.Module, given: Any) -> Iterator[tuple[str, Tensor]]:
+def _gradients(model: nn.Module, inputs: Any) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             yield f"gradient {name}", whole(parameter.grad).clone()
-    leaves = pytree.tree_flatten_with_path(given)[0]
+    leaves = pytree.tree_flatten_with_path(inputs)[0]
     for path, x in leaves:
         if isinstance(x, Tensor) and x.grad is not None:
             yield f"gradient of input {pytree.keystr(path[1:])}", whole(x.grad).clone()
@@ -177,10 +177,10 @@ def _descend(model: nn.Module, rate: float) -> None:
                 parameter.sub_(parameter.grad, alpha=rate)
 
 
-def _rate(model: nn.Module, found: Mapping[str, Tensor]) -> float:
+def _rate(model: nn.Module, tensors: Mapping[str, Tensor]) -> float:
     """Return the rate of a first step that moves the weights by MOVE of their norm."""
     sizes = [x.detach().square().sum() for _, x in _weights(model)]
-    grads = [x.square().sum() for n, x in found.items() if n.startswith("gradient ")]
+    grads = [x.square().sum() for n, x in tensors.items() if n.startswith("gradient ")]
     if not sizes or not grads or not float(sum(grads)):
         return 0.0
     return MOVE * math.sqrt(float(sum(sizes)) / float(sum(grads)))

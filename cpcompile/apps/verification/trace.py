@@ -56,9 +56,9 @@ def trace(
         tick(f"start of {world} ranks")
         with local_processes(program, world) as ranks:
             tick("compile, warm up, record")
-            found = ranks.call(on_rank.trace, options)
-    events = tuple(tuple(of_rank) for of_rank, _ in found)
-    reports = found[0][1]
+            records = ranks.call(on_rank.trace, options)
+    events = tuple(tuple(of_rank) for of_rank, _ in records)
+    reports = records[0][1]
     calls = sum(call.plan is not None for report in reports for call in report.calls)
     times = measured(events, calls)
     note = ""

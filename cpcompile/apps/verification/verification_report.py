@@ -82,12 +82,12 @@ def _overview(report: Report) -> list[str]:
     header = ("compared", "tensors", "wrong", "largest error", "allowed", "tensor")
     rows: list[tuple[str, ...]] = []
     for kind, words in _KINDS.items():
-        found = [c for c in report.checks if c.kind == kind]
-        if found:
-            worst = max(found, key=lambda c: c.share)
+        checks = [c for c in report.checks if c.kind == kind]
+        if checks:
+            worst = max(checks, key=lambda c: c.share)
             when = f" after {report.steps} steps" if kind == "weight" else ""
-            wrong = sum(not c.ok for c in found)
-            numbers = (str(len(found)), str(wrong), *_numbers(worst))
+            wrong = sum(not c.ok for c in checks)
+            numbers = (str(len(checks)), str(wrong), *_numbers(worst))
             rows.append((words + when, *numbers, worst.name))
     return [text_table([header, *rows])]
 

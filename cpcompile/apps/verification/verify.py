@@ -83,8 +83,8 @@ def verify(
             expected = _expected(program, tick)
             tick(f"start of {world} ranks")
             with _ranks(program, world, options) as ranks:
-                found = _Verification(ranks, program, expected, options, tick)
-                return found.report(world, start)
+                verification = _Verification(ranks, program, expected, options, tick)
+                return verification.report(world, start)
     finally:
         torch.set_rng_state(state)
 
@@ -103,10 +103,10 @@ class _Verification:
 
     def report(self, world: int, start: float) -> Report:
         """Run, compare, and look for the first difference if there is one."""
-        given = options_without_mesh(self.options)
+        options = options_without_mesh(self.options)
         name = type(self.program.model).__name__
         self.tick(f"compile and run on {world} ranks")
-        (compiled, *_) = self.ranks.call(on_rank.compute, given, self.expected.rate)
+        (compiled, *_) = self.ranks.call(on_rank.compute, options, self.expected.rate)
         if not compiled.calls:
             raise InputError(
                 f"{name} has no attention call in its graphs, so that there is nothing "
@@ -129,13 +129,13 @@ class _Verification:
         return Report(
             model=name,
             world=world,
-            options=_text(given),
+            options=_text(options),
             steps=self.program.steps,
             checks=tuple(checks),
             graphs=compiled.graphs,
             first=first,
             notes=tuple(notes),
-            advice=_advice(checks, first, given),
+            advice=_advice(checks, first, options),
             seconds=round(time.monotonic() - start, 1),
         )
 
@@ -146,32 +146,32 @@ class _Verification:
         if is_inductor and not all(check.ok for check in checks):
             self.tick("one process by Inductor, for the bounds")
             more = by_inductor(self.program, self.expected.rate)
-            known = self.expected
-            rough = (*known.rough, more)
+            expected = self.expected
+            rough = (*expected.rough, more)
             checks = self._compared(
-                Reference(known.exact, rough, known.rate, known.drawn)
+                Reference(expected.exact, rough, expected.rate, expected.drawn)
             )
         return checks
 
     def _compared(self, expected: Reference) -> list[Check]:
-        found = self.ranks.call(on_rank.compare, self.ranks.handed(expected))
+        rank_checks = self.ranks.call(on_rank.compare, self.ranks.handed(expected))
         by_name: dict[tuple[str, str], list[Check]] = {}
-        for check in (check for of_rank in found for check in of_rank):
+        for check in (check for of_rank in rank_checks for check in of_rank):
             by_name.setdefault((check.kind, check.name), []).append(check)
-        return [max(each, key=lambda c: c.share) for each in by_name.values()]
+        return [max(checks, key=lambda c: c.share) for checks in by_name.values()]
 
     def _first(self) -> tuple[CallPlace | None, list[str]]:
         """Find the first difference of all ranks, in float64 or as the model is."""
         for wide in (True, False):
             try:
-                found = self.ranks.call(on_rank.locate, wide)
+                differences = self.ranks.call(on_rank.locate, wide)
             except (RuntimeError, ValueError) as error:
                 line = str(error).strip().splitlines()[0]
                 return None, [f"the graph does not run call by call: {line}"]
-            found = [x for x in found if x is not None]
-            if found:
-                order = min(order for order, _ in found)
-                here = [place for at, place in found if at == order]
+            differences = [x for x in differences if x is not None]
+            if differences:
+                order = min(order for order, _ in differences)
+                here = [place for at, place in differences if at == order]
                 return max(here, key=lambda x: x.error), []
         return None, [
             "run call by call in eager, no call differs in the first step: what "

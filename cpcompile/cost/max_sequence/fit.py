@@ -96,7 +96,7 @@ def fit(
     )
 
     def with_tokens(tokens: int) -> tuple[Memory, Plan]:
-        found = plan(
+        length_plan = plan(
             batch=1,
             heads=model.heads,
             kv_heads=model.kv_heads,
@@ -107,9 +107,9 @@ def fit(
             hardware=hardware,
             memory_budget=float(2**63),  # what fits is decided here
         )
-        extra = float(found.chosen.peak_extra_bytes or 0)
-        exchanged = found.chosen.strategy in EXCHANGING
-        return memory_of(model, how, tokens, ranks, extra, exchanged), found
+        extra = float(length_plan.chosen.peak_extra_bytes or 0)
+        exchanged = length_plan.chosen.strategy in EXCHANGING
+        return memory_of(model, how, tokens, ranks, extra, exchanged), length_plan
 
     low, high = 0, 1
     while high * _GRAIN * ranks < _MOST:
@@ -123,9 +123,9 @@ def fit(
         else:
             low = middle
     tokens = low * _GRAIN
-    needed, found = with_tokens(max(tokens, _GRAIN))
-    seconds = _seconds(model, how, max(tokens, _GRAIN), found, hardware)
-    return Fit(ranks, tokens * ranks, needed, seconds, found)
+    needed, best_plan = with_tokens(max(tokens, _GRAIN))
+    seconds = _seconds(model, how, max(tokens, _GRAIN), best_plan, hardware)
+    return Fit(ranks, tokens * ranks, needed, seconds, best_plan)
 
 
 def _seconds(

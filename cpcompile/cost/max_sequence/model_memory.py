@@ -177,7 +177,7 @@ def _moments(
     attention, layer = n * (operands * e + numbers), n * (operands + rest) * e
     layer += n * numbers
     inputs = n * width * e * (model.layers - 1)
-    others = inputs if how.checkpoint else (model.layers - 1) * layer
+    other_layers = inputs if how.checkpoint else (model.layers - 1) * layer
 
     logits = _FLOAT32 * model.vocabulary  # of a token; four values of them fill a tile
     cut = max(how.tile_bytes / (4 * logits), n / MOST_TILES, LEAST_TOKENS)
@@ -192,21 +192,21 @@ def _moments(
     grads = n * model.feed_forward * e * (2 if model.gated else 1)
     dx = n * width * e
     mlp = float(dx + grads)
-    kept = float(grads)
+    mlp_grads = float(grads)
     if how.tile:
-        mlp, kept = min(mlp, dx + n * width * e + how.tile_bytes), 0.0
+        mlp, mlp_grads = min(mlp, dx + n * width * e + how.tile_bytes), 0.0
     if exchanged:  # what arrives is saved, and dout exists in both layouts
         messages = max(messages - n * (q + 2 * kv) * e, 0.0)
         within = float(dx + n * 2 * q * e)
     else:
         within = float(dx + n * (2 * q + 2 * kv) * e)
     first = min(table + model.layer_parameters * e + bucket, every) - every
-    moments = [_Moment(table - every, others + layer + end, layer, tiles=loss)]
-    for made, saved in ((first, others), (0.0, 0.0)):
-        now, there = made + copied, saved + attention
+    moments = [_Moment(table - every, other_layers + layer + end, layer, tiles=loss)]
+    for gradients, saved in ((first, other_layers), (0.0, 0.0)):
+        now, there = gradients + copied, saved + attention
         moments += [
             _Moment(now, saved + layer, layer, tiles=mlp),
-            _Moment(now, there, attention, within, kept, messages),
+            _Moment(now, there, attention, within, mlp_grads, messages),
         ]
     return moments
 
@@ -228,13 +228,13 @@ def _with_parameters(
     largest = float(max(model.layer_parameters, model.table) * e)
     at_once = {"parameters": largest, "gradients": largest}
     at_once["checkpoints"] = moment.layer
-    found = {
+    parts = {
         part: (0.0 if part in how.offloaded else size)
         + (at_once.get(part, 0.0) if _is_partial(part, how) else 0.0)
         for part, size in shared.items()
     }
     return Memory(
-        **found,
+        **parts,
         attention=moment.attention,
         tiles=moment.tiles,
         messages=moment.messages,

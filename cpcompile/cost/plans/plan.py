@@ -51,8 +51,8 @@ class Plan:
     @property
     def runner_up(self) -> Candidate | None:
         """The best possible candidate that was not chosen, if there is one."""
-        others = (c for c in self.candidates if c is not self.chosen)
-        return next((c for c in others if c.excluded is None), None)
+        alternatives = (c for c in self.candidates if c is not self.chosen)
+        return next((c for c in alternatives if c.excluded is None), None)
 
     def runner_up_text(self, tie_fraction: float = TIE_FRACTION) -> str:
         """Return "all_gather +53 %", with "(tie)" if the difference does not count."""

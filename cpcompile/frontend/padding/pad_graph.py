@@ -49,7 +49,11 @@ def pad_graph(
         if isinstance(value, DTensor) and any(map(is_symbol, value.shape)):
             raise LengthNotSymbolic("only plain tensors can be padded")
     symbol = padded_symbol(length, ranks)
-    dims = {i: found for i, x in enumerate(inputs) if (found := _padded(x, length))}
+    dims = {
+        i: padded_dims
+        for i, x in enumerate(inputs)
+        if (padded_dims := _padded(x, length))
+    }
     lengths = _Lengths(length, symbol)
     results = [fake_value(x) for x in output_nodes(graph)]
     for node in all_nodes(graph):
@@ -77,8 +81,8 @@ def pad_graph(
     def around(program: Callable[..., Any], ctx: Context) -> Callable[..., Any]:
         if len(ctx.findings.padded_results) != len(results):
             raise LengthNotSymbolic("pad_tokens has not run")
-        found = zip(ctx.findings.padded_results, ctx.findings.outputs, strict=True)
-        if any(tokens and placement is not None for tokens, placement in found):
+        pairs = zip(ctx.findings.padded_results, ctx.findings.outputs, strict=True)
+        if any(tokens and placement is not None for tokens, placement in pairs):
             raise LengthNotSymbolic("a result leaves as a DTensor")
         calls = PaddedCalls(
             dims, ranks, results, ctx.findings.padded_results, device_type

@@ -41,12 +41,12 @@ class PaddedCalls:
         def run(*args: Any) -> tuple[Any, ...]:
             length = args[place].shape[dims[0]]
             padded = rounded_up(length, self.ranks)
-            given = list(args)
+            padded_args = list(args)
             for i, along in self.dims.items():
                 for dim in along:
-                    given[i] = _lengthened(given[i], dim, padded - length)
+                    padded_args[i] = _lengthened(padded_args[i], dim, padded - length)
             real = torch.tensor(length, device=self.device)
-            results = program(*given, real, padded)
+            results = program(*padded_args, real, padded)
             return tuple(
                 x if t is None or padded == length else _cut(x, t, length, plain)
                 for x, t, plain in zip(results, self.tokens, in_order, strict=True)

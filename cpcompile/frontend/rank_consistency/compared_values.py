@@ -75,14 +75,14 @@ def values_of(ctx: Context, frame: Frame) -> tuple[Value, ...]:
     return tuple(compared)
 
 
-def _name(node: fx.Node, given: GraphInput, value: Tensor) -> str:
+def _name(node: fx.Node, graph_input: GraphInput, value: Tensor) -> str:
     kind = str(value.dtype).removeprefix("torch.")
-    return f"input {given.name or node.name} ({kind} {list(value.shape)})"
+    return f"input {graph_input.name or node.name} ({kind} {list(value.shape)})"
 
 
-def _fix(given: GraphInput) -> str:
-    whole = given.kind is InputKind.FULL
-    return _CHUNK.format(dim=given.dim) if whole else _PLAIN
+def _fix(graph_input: GraphInput) -> str:
+    whole = graph_input.kind is InputKind.FULL
+    return _CHUNK.format(dim=graph_input.dim) if whole else _PLAIN
 
 
 def complete(values: Sequence[Value], args: Sequence[Any]) -> list[Number]:
@@ -95,18 +95,22 @@ def sampled(values: Sequence[Value], args: Sequence[Any]) -> list[Number]:
     return [digest(sample(value.of(args))) for value in values]
 
 
-def differences(names: Sequence[str], seen: Sequence[Sequence[int]]) -> list[str]:
+def differences(
+    names: Sequence[str], rank_numbers: Sequence[Sequence[int]]
+) -> list[str]:
     """Return what differs, at most three names, with the first rank of each value."""
-    found = [i for i in range(len(names)) if len({each[i] for each in seen}) > 1]
+    differing = [
+        i for i in range(len(names)) if len({row[i] for row in rank_numbers}) > 1
+    ]
     texts = []
-    for i in found[:3]:
+    for i in differing[:3]:
         first: dict[int, int] = {}
-        for rank, numbers in enumerate(seen):
+        for rank, numbers in enumerate(rank_numbers):
             first.setdefault(numbers[i], rank)
         which = ", ".join(f"rank {r} has {_short(n)}" for n, r in first.items())
         texts.append(f"{names[i]}: {which}")
-    if len(found) > 3:
-        texts.append(f"and {len(found) - 3} more")
+    if len(differing) > 3:
+        texts.append(f"and {len(differing) - 3} more")
     return texts
 
 
@@ -116,22 +120,22 @@ def _short(number: int) -> str:
 
 def fixes(values: Sequence[Value], texts: Sequence[str]) -> str:
     """Return what to do about the values that are named in `texts`."""
-    found = [v.fix for v in values if any(t.startswith(f"{v.name}:") for t in texts)]
-    found += [_SEED] * any(text.startswith(RANDOM) for text in texts)
-    return "; ".join(dict.fromkeys(found))
+    advice = [v.fix for v in values if any(t.startswith(f"{v.name}:") for t in texts)]
+    advice += [_SEED] * any(text.startswith(RANDOM) for text in texts)
+    return "; ".join(dict.fromkeys(advice))
 
 
 def numbers(digests: Iterable[Number]) -> list[int]:
     """Return all digests as numbers, with one look at each device."""
-    found = list(digests)
-    tensors = [x for x in found if isinstance(x, Tensor)]
+    values = list(digests)
+    tensors = [x for x in values if isinstance(x, Tensor)]
     devices = {x.device for x in tensors}
     by_device = {
         d: iter(torch.stack([x for x in tensors if x.device == d]).tolist())
         for d in devices
     }
     return [
-        int(next(by_device[x.device])) if isinstance(x, Tensor) else x for x in found
+        int(next(by_device[x.device])) if isinstance(x, Tensor) else x for x in values
     ]
 
 

@@ -157,10 +157,10 @@ def _plain(value: Any) -> str:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    found = {"version of torch": str(torch.__version__)}
+    versions = {"version of torch": str(torch.__version__)}
     for package in ("cpcompile", "triton"):
         try:
-            found[f"version of {package}"] = importlib.metadata.version(package)
+            versions[f"version of {package}"] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[f"version of {package}"] = "none"
-    return found
+            versions[f"version of {package}"] = "none"
+    return versions

@@ -149,8 +149,8 @@ class RankCheck:
         first = args[self._values[len(self._inputs)].place]
         if first not in self._modules:
             self._modules[first] = _Calls(next(self._modules_seen))
-        found: _Calls = self._modules[first]
-        return found
+        calls: _Calls = self._modules[first]
+        return calls
 
     def _action(self, calls: _Calls, args: Sequence[Any]) -> str:
         """Name the call, and the sizes that decide on its messages."""
@@ -206,14 +206,16 @@ class RankCheck:
             f"{action}, and draws random numbers",
             str(drawn),
             lambda: json.dumps(drawn),
-            lambda seen: self._differ_text(
-                1, differences([RANDOM] * len(drawn), [json.loads(x) for x in seen])
+            lambda texts: self._differ_text(
+                1, differences([RANDOM] * len(drawn), [json.loads(x) for x in texts])
             ),
         )
 
-    def _text(self, calls: _Calls, seen: list[list[tuple[int, list[int]]]]) -> str:
+    def _text(
+        self, calls: _Calls, rank_calls: list[list[tuple[int, list[int]]]]
+    ) -> str:
         """Name the first call in which something differs, from what all ranks have."""
-        for row in zip(*seen, strict=True):
+        for row in zip(*rank_calls, strict=True):
             number = row[0][0]
             values = self._values if number == calls.count else self._inputs
             names = [*(value.name for value in values), RANDOM, RANDOM]
@@ -287,11 +289,11 @@ def _is_capturing() -> bool:
 
 def _backward_nodes(results: Iterable[Any]) -> Iterator[torch.autograd.graph.Node]:
     """Return the nodes of AOTAutograd's backward, of results or through their views."""
-    found = {x.grad_fn for x in results if isinstance(x, Tensor)}
+    frontier = {x.grad_fn for x in results if isinstance(x, Tensor)}
     for _ in range(3):
-        nodes = {node for node in found if node is not None}
+        nodes = {node for node in frontier if node is not None}
         programs = {n for n in nodes if n.name().startswith("CompiledFunction")}
         if programs:
             return iter(programs)
-        found = {after for node in nodes for after, _ in node.next_functions}
+        frontier = {after for node in nodes for after, _ in node.next_functions}
     return iter(())

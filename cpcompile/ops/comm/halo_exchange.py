@@ -142,8 +142,8 @@ def _lent(
     start, stop = chunks.start(reader), chunks.start(reader + 1)
     first, last = chunks.start(owner), chunks.start(owner + 1)
     runs = (start - before, start), (stop, stop + after)
-    found = [range(max(a, first), min(b, last)) for a, b in runs]
-    return [run for run in found if run]
+    lent = [range(max(a, first), min(b, last)) for a, b in runs]
+    return [run for run in lent if run]
 
 
 def _places(

@@ -114,7 +114,7 @@ def ulysses_gather(
     """
     pg = group_by_name(group)
     ranks, rank = pg.size(), pg.rank()
-    splits = [HeadSplit(heads[0], each, ranks) for each in heads]
+    splits = [HeadSplit(heads[0], head_count, ranks) for head_count in heads]
     grids: list[Grid] = []
     for x, length, size in zip(tensors, lengths, sizes, strict=True):
         _check_tokens("cp::ulysses_gather", x, length, rank, ranks)
@@ -154,9 +154,14 @@ def _(
     pg = group_by_name(group)
     return [
         x.new_empty(
-            x.shape[0], each, Runs(length, pg.size(), size).count(pg.rank()), x.shape[3]
+            x.shape[0],
+            head_count,
+            Runs(length, pg.size(), size).count(pg.rank()),
+            x.shape[3],
         )
-        for x, each, length, size in zip(tensors, heads, lengths, sizes, strict=True)
+        for x, head_count, length, size in zip(
+            tensors, heads, lengths, sizes, strict=True
+        )
     ]
 
 
@@ -203,10 +208,10 @@ def with_exchanged_heads(
 
     def own_tokens(results: list[Tensor]) -> list[Tensor]:
         n = len(results)
-        found: list[Tensor] = ulysses_gather(
+        gathered: list[Tensor] = ulysses_gather(
             results, [heads] * n, [q_len] * n, [q_size] * n, group
         )
-        return found
+        return gathered
 
     if lse is None:
         return own_tokens([out])[0], None

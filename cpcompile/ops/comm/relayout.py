@@ -51,8 +51,8 @@ def share(
     """
     other = TokenLayout.of(there, length, ranks)
     owners = torch.empty(length, dtype=torch.int64)
-    for each in range(ranks):
-        owners[other.positions(each)] = each
+    for peer in range(ranks):
+        owners[other.positions(peer)] = peer
     owner = owners[TokenLayout.of(here, length, ranks).positions(rank)]
     order = owner.argsort(stable=True)
     moved = owner[order] != rank

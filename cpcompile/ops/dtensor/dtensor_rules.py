@@ -48,12 +48,12 @@ def axis_of_group(mesh: DeviceMesh, group: str, call: str = "cp attention") -> i
     which takes equal meshes for one, may hand us the other one's.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    for axis, each in enumerate(groups):
-        if each.group_name == group:
+    for axis, axis_group in enumerate(groups):
+        if axis_group.group_name == group:
             return axis
     ranks = _ranks_of(group)
-    for axis, each in enumerate(groups):
-        if ranks == dist.get_process_group_ranks(each):
+    for axis, axis_group in enumerate(groups):
+        if ranks == dist.get_process_group_ranks(axis_group):
             return axis
     raise ValueError(
         f"{call} over group {group!r}: no axis of {mesh} has that group; pass "
@@ -72,21 +72,21 @@ def _ranks_of(group: str) -> list[int] | None:
 def attention_strategy(op_schema: OpSchema) -> OpStrategy:
     """Apply the rule of attention, forward and backward, as the module describes it."""
     names = [x.name for x in op_schema.op._schema.arguments]
-    given: dict[str, Any] = dict(zip(names, op_schema.args_schema, strict=False))
-    mesh, spec = op_schema.get_mesh_from_args(), AttentionSpec.of_text(given["spec"])
-    axis = axis_of_group(mesh, given["group"])
+    args: dict[str, Any] = dict(zip(names, op_schema.args_schema, strict=False))
+    mesh, spec = op_schema.get_mesh_from_args(), AttentionSpec.of_text(args["spec"])
+    axis = axis_of_group(mesh, args["group"])
     whole_queries = op_schema.op is torch.ops.cp.split_kv_attention.default
-    names = [x for x in _ATTENDED if x in given]
-    attended = [given[x] for x in names]
-    tensors = getattr(given["extras"], "children", given["extras"])
+    names = [x for x in _ATTENDED if x in args]
+    attended = [args[x] for x in names]
+    tensors = getattr(args["extras"], "children", args["extras"])
     extras = dict(zip(spec.extras, tensors, strict=True))
-    of_lse = [given["grad_lse"]] if given.get("grad_lse") else []
-    others: tuple[Placement, ...] = OTHER_AXES
+    of_lse = [args["grad_lse"]] if args.get("grad_lse") else []
+    other_placements: tuple[Placement, ...] = OTHER_AXES
     if spec.score_mod:  # it is given the numbers of batch entries and heads
-        others = (Replicate(),)
-    choices = [others] * mesh.ndim
+        other_placements = (Replicate(),)
+    choices = [other_placements] * mesh.ndim
     choices[axis] = (SEQUENCE,)
-    found = []
+    strategies = []
     for placements in itertools.product(*choices):
         if not all(divides(mesh, placements, axis, x.shape) for x in attended):
             continue
@@ -98,12 +98,14 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
             tuple(mask_placements(name, queries, x.shape)) for name, x in extras.items()
         ]
         wanted += [queries for _ in of_lse]
-        outputs = [queries] * (3 if "grad" in given else 2)
-        if "grad" in given:
-            bias = extras.get("bias") if given["bias_grad"] else None
+        outputs = [queries] * (3 if "grad" in args else 2)
+        if "grad" in args:
+            bias = extras.get("bias") if args["bias_grad"] else None
             outputs.append(_of_bias_gradient(placements, bias))
-        found.append(_spec([*attended, *extras.values(), *of_lse], wanted, outputs))
-    return OpStrategy(found)
+        strategies.append(
+            _spec([*attended, *extras.values(), *of_lse], wanted, outputs)
+        )
+    return OpStrategy(strategies)
 
 
 _ATTENDED = ("grad", "q", "k", "v", "out", "lse")

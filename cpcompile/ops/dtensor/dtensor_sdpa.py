@@ -43,8 +43,8 @@ def forward_handler(
     """Return (out, lse) as the flash kernel's schema says, for DTensor q, k, v."""
     dropout_p, is_causal = _optional(args, 3)
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
-    given = (*args[:3], mask)  # the mask may be the only DTensor
-    mesh = next(x.device_mesh for x in given if isinstance(x, DTensor))
+    operands = (*args[:3], mask)  # the mask may be the only DTensor
+    mesh = next(x.device_mesh for x in operands if isinstance(x, DTensor))
     q, k, v = as_dtensors(args[:3], mesh)
     axis = sequence_axis(q, k, v)
     if axis is None:
@@ -119,8 +119,8 @@ def _rest(
 
 def _optional(args: tuple[Any, ...], start: int) -> tuple[float, bool]:
     """Return dropout_p and is_causal, which may be absent from the end of `args`."""
-    given = args[start:]
-    dropout_p, is_causal = given + (0.0, False)[len(given) :]
+    optional = args[start:]
+    dropout_p, is_causal = optional + (0.0, False)[len(optional) :]
     return dropout_p, is_causal
 
 

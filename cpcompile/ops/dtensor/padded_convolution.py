@@ -51,7 +51,7 @@ def _of_shards(
 ) -> DTensor:
     mesh, first = x.device_mesh, x.ndim - len(stride)
     batch = {Shard(dim) for dim in range(first - 1)}
-    local, left, empty = local_part(x), [tuple(pair) for pair in padding], None
+    local, remaining, empty = local_part(x), [tuple(pair) for pair in padding], None
     shared = sharing_rows(mesh, x.placements, x.numel(), local.numel())
     for axis, placement in enumerate(x.placements):
         if placement.is_replicate() or placement in batch:
@@ -62,7 +62,7 @@ def _of_shards(
                 f"a convolution of a DTensor {tuple(x.shape)} with placements "
                 f"{x.placements}; needed its batch or positions in one part per rank"
             )
-        before, after = left[dim - first]
+        before, after = remaining[dim - first]
         reach = dilation[dim - first] * (weight.shape[dim - first + 2] - 1)
         if stride[dim - first] != 1 or before + after != reach:
             raise ValueError(
@@ -70,7 +70,7 @@ def _of_shards(
                 f"{stride[dim - first]}, {before} zeros before and {after} after, "
                 f"whose kernel reads {reach} others; needed as many results"
             )
-        left[dim - first] = (0, 0)
+        remaining[dim - first] = (0, 0)
         group, halo = mesh.get_group(axis).group_name, (before, after)
         count = local.shape[dim]
         if reach:
@@ -84,7 +84,9 @@ def _of_shards(
     own_weight = _whole(weight, grads)
     own_bias = None if bias is None else _whole(bias, grads)
     with shared:
-        out = _convolved(local, own_weight, own_bias, stride, left, dilation, groups)
+        out = _convolved(
+            local, own_weight, own_bias, stride, remaining, dilation, groups
+        )
     if empty is not None:
         out = out.narrow(empty, 0, 0)
     sizes = [
@@ -125,8 +127,8 @@ def _convolved(
     both = [min(pair) for pair in padding]  # which the kernel adds without a copy
     more = [
         n
-        for pair, each in zip(padding, both, strict=True)
-        for n in (pair[1] - each, pair[0] - each)
+        for pair, common in zip(padding, both, strict=True)
+        for n in (pair[1] - common, pair[0] - common)
     ][::-1]
     if any(more):
         x = F.pad(x, more)

@@ -76,9 +76,9 @@ def over_length(setting: Setting) -> Curves:
     while size <= _LONGER * now:
         sizes.append(size)
         size *= 2
-    found = [r for r in regions(plan, low, sizes[-1] + 1) if r.label is not None]
+    intervals = [r for r in regions(plan, low, sizes[-1] + 1) if r.label is not None]
     crossings = [
-        Crossing(b.low, a.label or "", b.label or "") for a, b in pairwise(found)
+        Crossing(b.low, a.label or "", b.label or "") for a, b in pairwise(intervals)
     ]
     return Curves(tuple(sizes), _times(plan, sizes), tuple(crossings))
 

@@ -24,20 +24,20 @@ def chrome_trace(
         x.start - n for events, n in zip(ranks, zeros, strict=True) for x in events
     ]
     first = min(starts, default=0.0)
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for rank, (events, early) in enumerate(zip(ranks, zeros, strict=True)):
-        found.append(_named("process_name", f"rank {rank}", rank))
-        found.append(
+        entries.append(_named("process_name", f"rank {rank}", rank))
+        entries.append(
             {"ph": "M", "name": "process_sort_index", "pid": rank}
             | {"args": {"sort_index": rank}}
         )
         for number, lane in enumerate(LANES):
-            found.append(_named("thread_name", lane, rank, number))
-            found.append(
+            entries.append(_named("thread_name", lane, rank, number))
+            entries.append(
                 {"ph": "M", "name": "thread_sort_index", "pid": rank}
                 | {"tid": number, "args": {"sort_index": number}}
             )
-        found += [
+        entries += [
             {
                 "ph": "X",
                 "name": x.name,
@@ -49,7 +49,7 @@ def chrome_trace(
             }
             for x in events
         ]
-    trace = {"displayTimeUnit": "ms", "traceEvents": found}
+    trace = {"displayTimeUnit": "ms", "traceEvents": entries}
     return json.dumps(trace | {"otherData": {"about": list(about)}})
 
 

@@ -55,7 +55,7 @@ Record = tuple[str, int, int]
 
 def events_of(records: Iterable[Record]) -> list[Event]:
     """Return the events of one rank, ordered by their start."""
-    found = sorted(
+    recorded = sorted(
         (
             Event("", name, start / 1e3, length / 1e3)
             for name, start, length in records
@@ -63,10 +63,10 @@ def events_of(records: Iterable[Record]) -> list[Event]:
         ),
         key=lambda x: (x.start, -x.duration),
     )
-    spans = [x for x in found if x.name.startswith(SPAN)]
-    gathers, messages = _gathers(found), _messages(found, spans)
-    events = [*_program(found), *messages, *_steps(found, messages)]
-    events += [replace(x, lane=ATTENTION) for x in found if _is_attention(x)]
+    spans = [x for x in recorded if x.name.startswith(SPAN)]
+    gathers, messages = _gathers(recorded), _messages(recorded, spans)
+    events = [*_program(recorded), *messages, *_steps(recorded, messages)]
+    events += [replace(x, lane=ATTENTION) for x in recorded if _is_attention(x)]
     events += _unrolled(events)
     events += _exchanged(events, gathers)
     whole = [x for x in events if x.lane == ATTENTION]
@@ -80,8 +80,8 @@ def direction(event: Event) -> str:
     return BACKWARD if BACKWARD in event.name else FORWARD
 
 
-def _program(found: list[Event]) -> Iterator[Event]:
-    for x in found:
+def _program(recorded: list[Event]) -> Iterator[Event]:
+    for x in recorded:
         if x.name.startswith(f"{SPAN}forward of "):
             yield replace(x, lane=PROGRAM, name=x.name.removeprefix(SPAN))
         elif x.name == _BACKWARD:
@@ -99,22 +99,22 @@ def _label(x: Event, spans: list[Event]) -> str:
     return re.sub(r",? (on )?rank \d+ of \d+ in group .*$", "", name)
 
 
-def _messages(found: list[Event], spans: list[Event]) -> list[Event]:
+def _messages(recorded: list[Event], spans: list[Event]) -> list[Event]:
     """Return waits, and messages from their shift to the last wait for them.
 
     Inductor waits by torch's own operator, which does not say for what: messages arrive
     in the order in which they leave.
     """
-    named = [x for x in found if x.name == _WAITS[0]]
+    named = [x for x in recorded if x.name == _WAITS[0]]
     waits = [replace(x, lane=WAITS, name=_label(x, spans)) for x in named]
     other = [
         replace(x, lane=WAITS)
-        for x in found
+        for x in recorded
         if x.name == _WAITS[1] and not any(w.holds(x) for w in named)
     ]
     shifts = [
         replace(x, lane=SHIFTS, name=_label(x, spans))
-        for x in found
+        for x in recorded
         if x.name == "cp::ring_shift"
     ]
     for number, shift in enumerate(shifts):
@@ -133,10 +133,10 @@ def _messages(found: list[Event], spans: list[Event]) -> list[Event]:
     return [*shifts, *waits, *other]
 
 
-def _steps(found: list[Event], messages: list[Event]) -> Iterator[Event]:
+def _steps(recorded: list[Event], messages: list[Event]) -> Iterator[Event]:
     """Yield kernels of steps, with the step number of the messages around them."""
     step = 0
-    for x in sorted([*found, *messages], key=lambda x: x.start):
+    for x in sorted([*recorded, *messages], key=lambda x: x.start):
         said = _STEP.match(x.name) if x.lane in (SHIFTS, WAITS) else None
         if said and said[1] == "keys and values":
             step = int(said[3]) + (x.lane == WAITS)
@@ -149,7 +149,7 @@ def _steps(found: list[Event], messages: list[Event]) -> Iterator[Event]:
 
 def _exchanged(events: list[Event], gathers: list[Event]) -> list[Event]:
     """Return an event for each span from an exchange of heads to the one back."""
-    found: list[Event] = []
+    exchanges: list[Event] = []
     whole = [x for x in events if x.lane == ATTENTION]
     program = [x for x in events if x.lane == PROGRAM]
     start: Event | None = None
@@ -164,9 +164,9 @@ def _exchanged(events: list[Event], gathers: list[Event]) -> list[Event]:
             between = Event(ATTENTION, "", start.start, x.end - start.start)
             is_hybrid = any(between.holds(w) for w in whole)
             name = f"cp::{'hybrid' if is_hybrid else 'ulysses'}_attention"
-            found.append(replace(between, name=name + "_backward" * back))
+            exchanges.append(replace(between, name=name + "_backward" * back))
             start = None
-    return found
+    return exchanges
 
 
 def _unrolled(events: list[Event]) -> Iterator[Event]:
@@ -188,10 +188,10 @@ def _unrolled(events: list[Event]) -> Iterator[Event]:
         yield Event(ATTENTION, f"{name} (unrolled)", ring[0].start, end - ring[0].start)
 
 
-def _gathers(found: list[Event]) -> list[Event]:
+def _gathers(recorded: list[Event]) -> list[Event]:
     """Return collectives; what a collective calls is not counted again."""
     events: list[Event] = []
-    for x in found:
+    for x in recorded:
         is_gather = x.name.startswith(_GATHERS) and x.name not in _WAITS
         if not is_gather or x.name.startswith(_MESSAGES):
             continue

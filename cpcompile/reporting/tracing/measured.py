@@ -33,12 +33,12 @@ def measured(ranks: Sequence[Sequence[Event]], calls: int) -> list[Measured] | N
     Return None if a rank ran another number than `calls`, as where a checkpoint runs
     some twice.
     """
-    found = [_on_rank(events, calls) for events in ranks]
-    if not found or any(x is None for x in found):
+    by_rank = [_on_rank(events, calls) for events in ranks]
+    if not by_rank or any(x is None for x in by_rank):
         return None
     return [
-        Measured(max(s for s, _ in each), max(w for _, w in each))
-        for each in zip(*(x for x in found if x is not None), strict=True)
+        Measured(max(s for s, _ in call_times), max(w for _, w in call_times))
+        for call_times in zip(*(x for x in by_rank if x is not None), strict=True)
     ]
 
 

@@ -87,13 +87,13 @@ class StepRecorder:
         """End the step, and write what all ranks recorded; all call it together."""
         assert self.recorder is not None, "a step was begun"
         events, self.recorder = self.recorder.stop(), None
-        found: list[Any] = [None] * self.group.size()
-        given = events, Clock.read(self.group)
-        dist.all_gather_object(found, given, group=self.group)
+        records: list[Any] = [None] * self.group.size()
+        record = events, Clock.read(self.group)
+        dist.all_gather_object(records, record, group=self.group)
         if self.group.rank() == 0:
-            of_ranks, clocks = zip(*found, strict=True)
+            of_ranks, clocks = zip(*records, strict=True)
             Path(self.path).write_text(chrome_trace(of_ranks, ahead=ahead(clocks)))
-            log.info("wrote %s: one step of %d ranks", self.path, len(found))
+            log.info("wrote %s: one step of %d ranks", self.path, len(records))
 
     def _too_early(self) -> None:
         if self.recorder is not None:

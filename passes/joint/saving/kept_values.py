@@ -73,14 +73,14 @@ def saved_bytes(graph: fx.Graph, saved: Iterable[fx.Node]) -> dict[fx.Node, int]
     A view keeps all of its memory alive, which counts once.
     """
     inputs = graph.find_nodes(op="placeholder")
-    seen = {m[0] for x in inputs if (m := _memory(x)) is not None}
-    found = {}
+    counted = {m[0] for x in inputs if (m := _memory(x)) is not None}
+    sizes = {}
     for node in saved:
         memory = _memory(node)
-        if memory is not None and memory[0] not in seen:
-            seen.add(memory[0])
-            found[node] = memory[1]
-    return found
+        if memory is not None and memory[0] not in counted:
+            counted.add(memory[0])
+            sizes[node] = memory[1]
+    return sizes
 
 
 def _memory(node: fx.Node) -> tuple[int, int] | None:
@@ -104,12 +104,12 @@ def maker(node: fx.Node) -> fx.Node:
 
 def kind(node: fx.Node) -> str:
     """Name the kind of a saved value, in the words of a break-down."""
-    made = maker(node)
-    if is_attention(made):
+    call = maker(node)
+    if is_attention(call):
         return "attention and its messages"
-    if isinstance(made.target, HigherOrderOperator) or _is_of_tiles(made.target):
+    if isinstance(call.target, HigherOrderOperator) or _is_of_tiles(call.target):
         return "results of tiles, and gradients that a loss computes in the forward"
-    if is_to_keep(made):
+    if is_to_keep(call):
         return "results of collectives, and random numbers"
     return "other values"
 

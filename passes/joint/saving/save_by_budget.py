@@ -126,14 +126,14 @@ def save_by_budget(torchs: Partitioner, ctx: SavingBudget) -> list[fx.Node]:
 
 
 def _within(
-    torchs: Partitioner, given: int | float, ctx: SavingBudget
+    torchs: Partitioner, limit: int | float, ctx: SavingBudget
 ) -> list[fx.Node]:
     search = _Search(torchs)
     fastest = search.size(search.usual)
-    budget = given if isinstance(given, int) else int(given * fastest)
+    budget = limit if isinstance(limit, int) else int(limit * fastest)
     search.protect()
     choice = search.first_within(budget)
-    if choice is None and isinstance(given, int):
+    if choice is None and isinstance(limit, int):
         raise _too_small(search, ctx, fastest)
     choice = choice or search.least
     choices = [
@@ -155,8 +155,8 @@ class _Search:
     def protect(self) -> None:
         """Keep what only a budget that cannot be met otherwise computes again."""
         forward = self.torchs.forward
-        found = [x for x in self.torchs.graph.nodes if x in forward and is_to_keep(x)]
-        for node in found:
+        nodes = [x for x in self.torchs.graph.nodes if x in forward and is_to_keep(x)]
+        for node in nodes:
             if not is_kept(node):
                 keep(node)
                 if is_attention(node) and is_kept(node):
@@ -178,8 +178,8 @@ class _Search:
         costly = self.torchs.costly()
         total = sum(map(size_of, costly))
         room = total * (_STEPS - choice.repeated) // _STEPS
-        kept = set(slowest_to_repeat(costly, room))
-        return self.torchs.with_again([x for x in costly if x not in kept])
+        slowest = set(slowest_to_repeat(costly, room))
+        return self.torchs.with_again([x for x in costly if x not in slowest])
 
     def fits(self, choice: Choice, budget: int) -> bool:
         return self.size(self.saved(choice)) <= budget
@@ -226,16 +226,16 @@ class _Search:
     def _again(self, saved: Collection[fx.Node]) -> set[fx.Node]:
         """Return the calls of the forward that the backward computes from `saved`."""
         backward = self.torchs.backward
-        seen = {*saved, *backward}
+        visited = {*saved, *backward}
         waiting = list(backward)
-        found: set[fx.Node] = set()
+        repeated: set[fx.Node] = set()
         while waiting:
             for node in waiting.pop().all_input_nodes:
-                if node not in seen and node.op == "call_function":
-                    seen.add(node)
-                    found.add(node)
+                if node not in visited and node.op == "call_function":
+                    visited.add(node)
+                    repeated.add(node)
                     waiting.append(node)
-        return found & self.torchs.forward
+        return repeated & self.torchs.forward
 
 
 def _first(choices: list[Choice], fits: Callable[[Choice], bool]) -> Choice:
@@ -270,7 +270,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _paths(again: Sequence[tuple[str, str]], name: str) -> str:
-    paths = list(dict.fromkeys(path for each, path in again if each == name))
+    paths = list(dict.fromkeys(path for call_name, path in again if call_name == name))
     more = f", and {len(paths) - 3} more" if len(paths) > 3 else ""
     return ", ".join(paths[:3]) + more
 

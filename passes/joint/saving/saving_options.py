@@ -23,16 +23,16 @@ def saving_of(
 
     Raises: OptionError for offloading from a CPU.
     """
-    given, offload = options.activation_memory, options.offload_activations
+    budget, offload = options.activation_memory, options.offload_activations
     if offload and device_type == "cpu":
         raise OptionError(
             "options['offload_activations']: got True on a mesh of device type 'cpu', "
             "where what is saved is in the memory of the host already; needed an "
             "accelerator, or False. options['activation_memory'] saves less"
         )
-    if given is None and not offload:
+    if budget is None and not offload:
         return None
-    return SavingBudget(given, frame, all_gather_text, offload)
+    return SavingBudget(budget, frame, all_gather_text, offload)
 
 
 def warn_of_budget(saving: SavingBudget | None) -> None:

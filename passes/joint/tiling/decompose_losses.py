@@ -43,9 +43,9 @@ def _write_out(node: fx.Node) -> None:
     operands = node.all_input_nodes
 
     def call(*tensors: Tensor) -> Any:
-        given = dict(zip(operands, tensors, strict=True))
+        tensor_of = dict(zip(operands, tensors, strict=True))
         target: Any = node.target
-        return target(*fx.node.map_arg(node.args, given.__getitem__))
+        return target(*fx.node.map_arg(node.args, tensor_of.__getitem__))
 
     values = [value_of(x) for x in operands]
     table: Any = core_aten_decompositions()

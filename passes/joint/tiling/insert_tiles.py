@@ -59,12 +59,12 @@ def insert_tiles(
                 setattr(owner, attribute, body_of(part, leaving, size))
                 bodies[size] = graph.get_attr(attribute)
             operands = [
-                maker.tile_of(x, given, start, size)
-                for x, given in zip(part.inputs, cut, strict=True)
+                maker.tile_of(x, source, start, size)
+                for x, source in zip(part.inputs, cut, strict=True)
             ]
-            given = [*operands, *totals, *added]
-            found = call_subgraph(bodies[size], given, maker.meta)
-            results = dict(zip(leaving.of_a_tile, found, strict=True))
+            arguments = [*operands, *totals, *added]
+            outputs = call_subgraph(bodies[size], arguments, maker.meta)
+            results = dict(zip(leaving.of_a_tile, outputs, strict=True))
             totals = [results[x] for x in leaving.sums]
             for x in leaving.results:
                 pieces[x].append(results[x])
@@ -127,14 +127,14 @@ class _Maker:
         ]
         return self.call(aten.reshape.default, node, sizes)
 
-    def tile_of(self, node: fx.Node, given: fx.Node, start: int, size: int) -> fx.Node:
-        """Take some tokens of an operand; `given` is what `unflattened` made of it."""
+    def tile_of(self, node: fx.Node, source: fx.Node, start: int, size: int) -> fx.Node:
+        """Take some tokens of an operand; `source` is what `unflattened` made of it."""
         axis = self.part.axis(node)
         if axis is None:
-            return given
-        dim = axis.dim + (0 if given is node else 1)
-        piece = self.call(aten.slice.Tensor, given, dim, start, start + size)
-        if given is node:
+            return source
+        dim = axis.dim + (0 if source is node else 1)
+        piece = self.call(aten.slice.Tensor, source, dim, start, start + size)
+        if source is node:
             return piece
         return self.call(
             aten.reshape.default, piece, sizes_of(value_of(node), axis, size)
@@ -171,9 +171,9 @@ class _Maker:
             return values[node]
         (base,) = node.all_input_nodes
         operands = {base: self.viewed(base, values, size)}
-        found = for_tokens(self.graph, node, operands, self.part.result(node), size)
-        found.meta.update(self.meta)
-        return found
+        view = for_tokens(self.graph, node, operands, self.part.result(node), size)
+        view.meta.update(self.meta)
+        return view
 
     def added(
         self, node: fx.Node, total: fx.Node | None, a: fx.Node, b: fx.Node

@@ -33,7 +33,7 @@ Order = dict[fx.Node, int]  # of all nodes of a graph
 
 
 def parts_at(
-    seed: fx.Node, known: JointFacts, order: Order
+    seed: fx.Node, facts: JointFacts, order: Order
 ) -> tuple[RegionPart, ...] | None:
     """Return the parts of the region of a large value: one, or forward and backward.
 
@@ -43,11 +43,11 @@ def parts_at(
     shape = value_of(seed).shape
     sizes = [(n, dim) for dim, n in enumerate(shape) if isinstance(n, int) and n > 1]
     for size, dim in sorted(sizes, reverse=True):  # the longest of equal ones
-        growing = Growing(known, size, shape.numel() // 2)
+        growing = Growing(facts, size, shape.numel() // 2)
         if not growing.grow(seed, TokenAxis(dim)):
             continue
-        parts = _parts(growing, known, order)
-        if not parts or not all(_pays(part, known) for part in parts):
+        parts = _parts(growing, facts, order)
+        if not parts or not all(_pays(part, facts) for part in parts):
             continue
         if best is None or _made(parts) > _made(best):
             best = parts
@@ -55,21 +55,21 @@ def parts_at(
 
 
 def _parts(
-    growing: Growing, known: JointFacts, order: Order
+    growing: Growing, facts: JointFacts, order: Order
 ) -> tuple[RegionPart, ...] | None:
     """Return one part if gradients can be computed at once, else two.
 
     These are forward and backward. None if a part cannot run in one go.
     """
-    backward = {x for x in growing.region.nodes if x in known.backward}
+    backward = {x for x in growing.region.nodes if x in facts.backward}
     if backward:
-        at_once = _at_once(growing.copy(), known, order)
-        if at_once is not None and _pays(at_once, known):
+        at_once = _at_once(growing.copy(), facts, order)
+        if at_once is not None and _pays(at_once, facts):
             return (at_once,)
     region = growing.region
     if not growing.close(backward, order):
         return None
-    forward = {x for x in region.nodes if x not in known.backward}
+    forward = {x for x in region.nodes if x not in facts.backward}
     needed = _ancestors(region.outputs(forward, backward), forward)
     if not growing.close(needed, order):
         return None
@@ -83,7 +83,7 @@ def _parts(
     return tuple(parts)
 
 
-def _at_once(growing: Growing, known: JointFacts, order: Order) -> RegionPart | None:
+def _at_once(growing: Growing, facts: JointFacts, order: Order) -> RegionPart | None:
     """Return all of a region as one part; see Note [Gradients before their time].
 
     None if its gradients cannot be computed at once.
@@ -91,7 +91,7 @@ def _at_once(growing: Growing, known: JointFacts, order: Order) -> RegionPart | 
     region = growing.region
     nodes, numbers = set(region.nodes), set[fx.Node]()  # numbers belong to no token
     while True:
-        entering = [x for x in region.inputs(nodes | numbers) if x in known.backward]
+        entering = [x for x in region.inputs(nodes | numbers) if x in facts.backward]
         wide = [x for x in entering if x in region.axes]
         for node in wide:
             if any(map(growing.is_large, set(node.all_input_nodes) - nodes)):
@@ -123,23 +123,23 @@ def _at_once(growing: Growing, known: JointFacts, order: Order) -> RegionPart | 
                 return None
     if any(x in nodes for node in numbers for x in node.all_input_nodes):
         return None  # a gradient that depends on what the region makes
-    found = _part(region, every, region.outputs(nodes, numbers), order)
+    part = _part(region, every, region.outputs(nodes, numbers), order)
     return dataclasses.replace(
-        found, gradient=entering[0], scaled=frozenset(depends & nodes)
+        part, gradient=entering[0], scaled=frozenset(depends & nodes)
     )
 
 
 def _ancestors(nodes: Collection[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
     """Return the `nodes` in `among`, and what they follow from by way of `among`."""
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     waiting = [x for x in nodes if x in among]
     waiting += [x for node in nodes for x in node.all_input_nodes if x in among]
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             waiting += [x for x in node.all_input_nodes if x in among]
-    return found
+    return ancestors
 
 
 def _part(
@@ -164,7 +164,7 @@ def _made(parts: tuple[RegionPart, ...]) -> int:
     )
 
 
-def _pays(part: RegionPart, known: JointFacts) -> bool:
+def _pays(part: RegionPart, facts: JointFacts) -> bool:
     """Tell whether what is made inside is large against what enters and leaves."""
     inside = [x for x in part.nodes if x not in part.outputs and not is_view(x)]
     largest = max((bytes_of(x) for x in inside if _has_axis(part, x)), default=0)
@@ -175,7 +175,7 @@ def _pays(part: RegionPart, known: JointFacts) -> bool:
     if 2 * min(sides) >= largest:
         return False
     # Nor does one that takes entries of a large value, which stays whole.
-    whole = (x for x in part.inputs if part.axis(x) is None and x not in known.fixed)
+    whole = (x for x in part.inputs if part.axis(x) is None and x not in facts.fixed)
     if any(bytes_of(x) >= largest for x in whole):
         return False
     return sum(map(bytes_of, entering + leaving)) <= 2 * largest

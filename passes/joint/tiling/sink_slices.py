@@ -63,13 +63,13 @@ def sink_slices(graph: fx.Graph, ctx: Tiling) -> int:
 
 def sink(graph: fx.Graph, least: int) -> int:
     """Cut values of `least` bytes or more before they are made; return how many."""
-    found = [cut for x in graph.nodes if (cut := _cut(x, least)) is not None]
+    all_cuts = [cut for x in graph.nodes if (cut := _cut(x, least)) is not None]
     read = Counter[tuple[fx.Node, int]]()
     for (value, dim, _), count in {
-        (cut.value, cut.dim, cut.which): cut.count for cut in found
+        (cut.value, cut.dim, cut.which): cut.count for cut in all_cuts
     }.items():
         read[value, dim] += count
-    cuts = [cut for cut in found if 2 * read[cut.value, cut.dim] <= cut.tokens]
+    cuts = [cut for cut in all_cuts if 2 * read[cut.value, cut.dim] <= cut.tokens]
     cones = {cut: _cone(cut) for cut in cuts}
     moved = _only_for_cuts(cuts, cones)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -78,9 +78,9 @@ def sink(graph: fx.Graph, least: int) -> int:
     inputs = map(value_of, graph.find_nodes(op="placeholder"))
     with detect_fake_mode(list(inputs)) or nullcontext():
         for cut in cuts:
-            made = {x: axis for x, axis in cones[cut].items() if x in moved}
-            if cut.value in made and not all(map(is_view, made)):
-                _move(cut, made, order, copies)
+            moved_axes = {x: axis for x, axis in cones[cut].items() if x in moved}
+            if cut.value in moved_axes and not all(map(is_view, moved_axes)):
+                _move(cut, moved_axes, order, copies)
                 done += 1
     if done:
         graph.eliminate_dead_code()
@@ -150,17 +150,17 @@ def _differ(
 
 def _move(
     cut: _Cut,
-    made: dict[fx.Node, TokenAxis],
+    moved_axes: dict[fx.Node, TokenAxis],
     order: dict[fx.Node, int],
     copies: dict[Any, fx.Node],
 ) -> None:
     """Make the result of a cut from operands that are cut."""
     graph, maps = cut.node.graph, TileMaps()
     with graph.inserting_before(cut.node):
-        for node in sorted(made, key=order.__getitem__):
+        for node in sorted(moved_axes, key=order.__getitem__):
             if (node, cut.which) in copies:
                 continue
-            axes = maps.before(node, made[node], cut.tokens)
+            axes = maps.before(node, moved_axes[node], cut.tokens)
             assert axes is not None, f"{node} is token-wise"
             operands = {x: x for x in node.all_input_nodes}
             for x, axis in axes.items():
@@ -169,7 +169,7 @@ def _move(
                     copies[x, cut.which] = copied(graph, cut.node.target, args, {})
                 operands[x] = copies[x, cut.which]
             copies[node, cut.which] = for_tokens(
-                graph, node, operands, made[node], cut.count
+                graph, node, operands, moved_axes[node], cut.count
             )
     result = copies[cut.value, cut.which]
     cut.node.replace_all_uses_with(result, propagate_meta=False)

@@ -41,7 +41,7 @@ class Leaving:
         every = [x for x in part.outputs if part.result(x) is SUM]
         products = [x for x in every if _is_product(x, part)]
         results = [x for x in part.outputs if x not in every]
-        found = {
+        bases = {
             base: None
             for x in products
             for y in x.all_input_nodes
@@ -52,7 +52,7 @@ class Leaving:
         first = min(early, key=bytes_of, default=None)
         if part.gradient is None:
             first = None
-        return cls(tuple(results), sums, tuple(products), tuple(found), first)
+        return cls(tuple(results), sums, tuple(products), tuple(bases), first)
 
     @property
     def of_a_tile(self) -> tuple[fx.Node, ...]:

@@ -66,10 +66,12 @@ def body_of(part: RegionPart, leaving: Leaving, size: int) -> fx.GraphModule:
             copies[node] = for_tokens(graph, node, copies, part.result(node), size)
     results = []
     for node in leaving.of_a_tile:
-        made = copies[node]
+        tile_result = copies[node]
         if node in totals:
-            made = copied(graph, aten.add.Tensor, (totals[node], made), {})
-        results.append(made)
+            tile_result = copied(
+                graph, aten.add.Tensor, (totals[node], tile_result), {}
+            )
+        results.append(tile_result)
     graph.output(tuple(results))
     graph.eliminate_dead_code()
     graph.lint()

@@ -59,22 +59,26 @@ class TileMaps:
 
     def before(self, node: fx.Node, axis: TokenAxis, tokens: int) -> Axes | None:
         """Return the operands' axes of a token-wise call whose result has `axis`."""
-        found = self._of(node)
-        return None if found is None else found.before(node, axis, tokens)
+        call_map = self._of(node)
+        return None if call_map is None else call_map.before(node, axis, tokens)
 
     def after(
         self, node: fx.Node, axes: Mapping[fx.Node, TokenAxis], tokens: int
     ) -> tuple[TokenAxis | TokenSum, Axes] | None:
         """Return the axes of the result and of all operands, from known ones."""
-        found = self._of(node)
-        return None if found is None else found.after(node, axes, tokens)
+        call_map = self._of(node)
+        return None if call_map is None else call_map.after(node, axes, tokens)
 
     def _of(self, node: fx.Node) -> DimMap | None:
         if node not in self._maps:
             every = (node, *node.all_input_nodes)
             is_call = isinstance(node.target, torch._ops.OpOverload)
-            found = dim_map(node) if is_call and all(map(_has_sizes, every)) else None
-            self._maps[node] = None if found is not None and found.draws else found
+            call_map = (
+                dim_map(node) if is_call and all(map(_has_sizes, every)) else None
+            )
+            self._maps[node] = (
+                None if call_map is not None and call_map.draws else call_map
+            )
         return self._maps[node]
 
 
@@ -113,12 +117,12 @@ class JointFacts:
         def reached(
             start: Collection[fx.Node], by: Callable[..., bool]
         ) -> set[fx.Node]:
-            found = set(start)
+            nodes = set(start)
             for node in graph.nodes:
                 inputs = node.all_input_nodes
-                if inputs and by(x in found for x in inputs):
-                    found.add(node)
-            return found
+                if inputs and by(x in nodes for x in inputs):
+                    nodes.add(node)
+            return nodes
 
         return cls(
             frozenset(reached(tangents, any)),
@@ -139,15 +143,15 @@ class TileRegion:
 
     def inputs(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
         """Return the operands of `nodes` that are not in `nodes`."""
-        found = {x: None for node in nodes for x in node.all_input_nodes}
-        return [x for x in found if x not in nodes]
+        operands = {x: None for node in nodes for x in node.all_input_nodes}
+        return [x for x in operands if x not in nodes]
 
     def outputs(
         self, nodes: Collection[fx.Node], unread: Collection[fx.Node] = ()
     ) -> list[fx.Node]:
         """Return those of `nodes` that others read, apart from readers in `unread`."""
-        others = {*nodes, *unread}
-        return [x for x in nodes if any(user not in others for user in x.users)]
+        ignored = {*nodes, *unread}
+        return [x for x in nodes if any(user not in ignored for user in x.users)]
 
 
 @dataclass(frozen=True)
@@ -185,8 +189,8 @@ class RegionPart:
 class Growing:
     """A region that grows from one large value."""
 
-    def __init__(self, known: JointFacts, tokens: int, large: int) -> None:
-        self.known = known
+    def __init__(self, facts: JointFacts, tokens: int, large: int) -> None:
+        self.known = facts
         self.tokens = tokens
         self.large = large  # elements
         self.region = TileRegion(tokens, {}, {})
@@ -211,15 +215,15 @@ class Growing:
         """Add a call if it is token-wise; return the large values that are new."""
         if node.op != "call_function":
             return []
-        axes, known = self.region.axes, set(self.region.axes)
+        axes, axes_before = self.region.axes, set(self.region.axes)
         if node in axes:
             result: TokenAxis | TokenSum = axes[node]
             operands = self.known.maps.before(node, axes[node], self.tokens)
         else:
-            found = self.known.maps.after(node, axes, self.tokens)
-            if found is None:
+            axes_after = self.known.maps.after(node, axes, self.tokens)
+            if axes_after is None:
                 return []
-            result, operands = found
+            result, operands = axes_after
         if operands is None:
             return []
         placed = dict(operands)
@@ -228,7 +232,7 @@ class Growing:
         if not self._place(placed):
             return []
         self.region.nodes[node] = result
-        return [x for x in axes if x not in known and self.is_large(x)]
+        return [x for x in axes if x not in axes_before and self.is_large(x)]
 
     def _place(self, axes: dict[fx.Node, TokenAxis]) -> bool:
         """Note axes, unless one of them contradicts or cuts what has no tokens.
@@ -247,10 +251,10 @@ class Growing:
 
     def copy(self) -> Growing:
         """Return a copy that can grow in another way."""
-        found = Growing(self.known, self.tokens, self.large)
+        growing = Growing(self.known, self.tokens, self.large)
         region = self.region
-        found.region = TileRegion(self.tokens, dict(region.nodes), dict(region.axes))
-        return found
+        growing.region = TileRegion(self.tokens, dict(region.nodes), dict(region.axes))
+        return growing
 
     def close(
         self,
@@ -289,26 +293,26 @@ def between_nodes(
             continue
         later.add(node)
         waiting += [user for user in node.users if user not in nodes]
-    found: set[fx.Node] = set()
+    between: set[fx.Node] = set()
     operands = [x for node in nodes for x in node.all_input_nodes if x is not apart]
     waiting = [x for x in operands if x in later]
     while waiting:
         node = waiting.pop()
-        if node in found:
+        if node in between:
             continue
-        found.add(node)
+        between.add(node)
         waiting += [x for x in node.all_input_nodes if x in later]
-    return found
+    return between
 
 
-def seeds(graph: fx.Graph, known: JointFacts, least: int) -> Iterator[fx.Node]:
+def seeds(graph: fx.Graph, facts: JointFacts, least: int) -> Iterator[fx.Node]:
     """Yield values of `least` bytes or more that depend on tokens, largest first."""
-    found = [
+    candidates = [
         node
         for node in graph.nodes
         if node.op == "call_function"
-        and node not in known.fixed
+        and node not in facts.fixed
         and bytes_of(node) >= least
     ]
     # of equal ones first the one with most dimensions, which tells tokens from batches
-    yield from sorted(found, key=lambda x: (-bytes_of(x), -value_of(x).dim()))
+    yield from sorted(candidates, key=lambda x: (-bytes_of(x), -value_of(x).dim()))

@@ -103,33 +103,33 @@ def tile_tokens(graph: fx.Graph, ctx: Tiling) -> int:
     fake_mode = detect_fake_mode([value_of(x) for x in inputs])
     with fake_mode or nullcontext():
         write_out_losses(graph, ctx.least)
-    known = JointFacts.of(graph, tangents, fixed)
+    facts = JointFacts.of(graph, tangents, fixed)
     order = {node: i for i, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
-    found: list[tuple[RegionPart, ...]] = []
-    for seed in seeds(graph, known, ctx.least):
-        parts = None if seed in taken else parts_at(seed, known, order)
+    regions: list[tuple[RegionPart, ...]] = []
+    for seed in seeds(graph, facts, ctx.least):
+        parts = None if seed in taken else parts_at(seed, facts, order)
         if parts is None:
             continue
         nodes = {x for part in parts for x in part.nodes}
         several = any(_tile(part, ctx) < part.region.tokens for part in parts)
         if several and not taken & nodes:
             if len(parts) == 1 or ctx.recompute:
-                found.append(parts)
+                regions.append(parts)
                 ctx.found.append(_described(seed, parts, ctx))
             else:
                 ctx.returned.extend(_returned(graph, parts))
         taken |= nodes
-    for number, parts in enumerate(found):
+    for number, parts in enumerate(regions):
         inside = {x for part in parts for x in part.nodes}
         for i, part in enumerate(parts):
             with fake_mode or nullcontext():
                 _replace(part, _tile(part, ctx), f"tile_{number}_{i}", inside, order)
-    if found:
+    if regions:
         sort_calls(graph)
         graph.eliminate_dead_code()
         graph.lint()
-    return len(found)
+    return len(regions)
 
 
 def _returned(

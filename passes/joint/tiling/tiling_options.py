@@ -23,8 +23,10 @@ def tiling_of(options: Options, device_type: str, parameters: Sequence[int]) -> 
     """
     if options.tile is False:
         parameters = ()
-    given = setting("tile_megabytes")
-    tile_bytes = _tile_bytes(device_type) if given is None else int(given * 2**20)
+    megabytes = setting("tile_megabytes")
+    tile_bytes = (
+        _tile_bytes(device_type) if megabytes is None else int(megabytes * 2**20)
+    )
     return Tiling(
         tile=options.tile or None,
         tile_bytes=max(tile_bytes, 1),

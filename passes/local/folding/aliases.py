@@ -31,9 +31,9 @@ def source(node: fx.Node) -> fx.Node | None:
     """Return the operand in whose memory the result of `node` may lie, or None."""
     target = node.target
     if target is operator.getitem:
-        made = node.args[0]
-        assert isinstance(made, fx.Node), f"{node} is no part of a result"
-        return made if source(made) is not None else None
+        tuple_node = node.args[0]
+        assert isinstance(tuple_node, fx.Node), f"{node} is no part of a result"
+        return tuple_node if source(tuple_node) is not None else None
     if not isinstance(target, OpOverload):
         return None
     operands = node.all_input_nodes

@@ -25,24 +25,24 @@ Row = tuple[fx.Node, ...]  # nodes that correspond to each other, one per block
 _INHERITED = ("stack_trace", "nn_module_stack", "seq_nr")
 
 
-def insert_calls(found: Blocks, attribute: str) -> None:
+def insert_calls(repeated: Blocks, attribute: str) -> None:
     """Replace every block by a call of one function; calls may stand out of order.
 
     attribute: the name by which the owning module gets the function.
     """
-    blocks = found.blocks
+    blocks = repeated.blocks
     graph = blocks[0][0].graph
     owner = graph.owning_module
     assert owner is not None, "a graph that is compiled belongs to a module"
-    results = sorted(set(_results(found)))
+    results = sorted(set(_results(repeated)))
     body, operands = _body(blocks, results)
     setattr(owner, attribute, body)
     with graph.inserting_before(next(x for x in graph.nodes if x.op != "placeholder")):
         function = graph.get_attr(attribute)
     replaced: dict[fx.Node, fx.Node] = {}
     for k, block in enumerate(blocks):
-        given = [replaced.get(row[k], row[k]) for row in operands]
-        replaced |= _called(function, given, block, results, found.read)
+        arguments = [replaced.get(row[k], row[k]) for row in operands]
+        replaced |= _called(function, arguments, block, results, repeated.read)
     for block in reversed(blocks):
         for node in reversed(block):
             graph.erase_node(node)
@@ -76,11 +76,11 @@ def _called(
     return new
 
 
-def _results(found: Blocks) -> Iterator[int]:
+def _results(repeated: Blocks) -> Iterator[int]:
     """Yield the places of calls whose results leave the function; none is a view."""
-    block = found.blocks[0]
+    block = repeated.blocks[0]
     place = {node: i for i, node in enumerate(block)}
-    for i in found.read:
+    for i in repeated.read:
         views = views_to(block[i], set(block))
         base = views[0].all_input_nodes[0] if views else block[i]
         if base in place:
@@ -97,7 +97,7 @@ def _body(
     operands: dict[Row, fx.Node] = {}
     constants: dict[Any, fx.Node] = {}
 
-    def given(row: Row) -> fx.Node:
+    def copy_of(row: Row) -> fx.Node:
         if row[0] in inside:
             return copies[row[0]]
         if _is_one_constant(row):
@@ -111,7 +111,7 @@ def _body(
         operands[row] = graph.placeholder(f"operand_{len(operands)}")
         operands[row].meta["val"] = row[0].meta["val"]
     for calls in zip(*blocks, strict=True):
-        new = map(given, zip(*map(operands_of, calls), strict=True))
+        new = map(copy_of, zip(*map(operands_of, calls), strict=True))
         args, kwargs = fx.node.map_arg(arguments_of(calls[0]), _next_of(new))
         copies[calls[0]] = _copied(graph, calls[0], args, kwargs)
     for symbol in _unbound(graph, blocks[0][0].graph):
@@ -131,11 +131,11 @@ def _body(
 def _unbound(body: fx.Graph, whole: fx.Graph) -> list[fx.Node]:
     """Return the sizes of `whole` whose symbols `body` uses, but its inputs lack."""
     inputs = body.find_nodes(op="placeholder")
-    given = {x.meta["val"].node.expr for x in inputs if _is_number(x)}
+    input_symbols = {x.meta["val"].node.expr for x in inputs if _is_number(x)}
     symbols: set[Any] = set()
     for node in body.nodes:
         symbols |= free_symbols(node.meta.get("val"))
-    wanted = symbols - given
+    wanted = symbols - input_symbols
     numbers = {x.meta["val"].node.expr: x for x in whole.nodes if _is_number(x)}
     return [numbers[x] for x in sorted(wanted, key=str)]
 
@@ -151,12 +151,12 @@ def _next_of(nodes: Iterator[fx.Node]) -> Callable[[fx.Node], fx.Node]:
 def _outside(blocks: tuple[Block, ...]) -> Iterator[Row]:
     """Return the operands from outside of the blocks; constants only if they differ."""
     inside = set(blocks[0])
-    found: dict[Row, None] = {}
+    rows: dict[Row, None] = {}
     for calls in zip(*blocks, strict=True):
         for row in zip(*map(operands_of, calls), strict=True):
             if row[0] not in inside and not _is_one_constant(row):
-                found.setdefault(row)
-    return iter(found)
+                rows.setdefault(row)
+    return iter(rows)
 
 
 def _is_one_constant(row: Row) -> bool:

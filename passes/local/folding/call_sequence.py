@@ -51,13 +51,13 @@ def sequence_of(graph: fx.Graph) -> CallSequence:
     counts = Counter(x for x in signatures.values() if x is not None)
     apart = _leaving(every) | _given(graph, signatures, counts)
     final = _final([x for x in every if x not in apart], signatures)
-    apart |= {x for each in final.values() for x in each}
+    apart |= {x for group in final.values() for x in group}
     calls = tuple(x for x in every if x not in apart)
-    known: dict[Hashable, int] = {}
+    numbering: dict[Hashable, int] = {}
     ids = []
     for node in calls:
         key = signatures[node]
-        ids.append(known.setdefault(node if key is None else key, len(known)))
+        ids.append(numbering.setdefault(node if key is None else key, len(numbering)))
     return CallSequence(calls, tuple(ids), final)
 
 
@@ -75,21 +75,21 @@ def _given(
     # of all dropouts of a graph; slow to import
     from cpcompile.torch_private.inductor import seeds
 
-    known: set[fx.Node] = set()
-    found: set[fx.Node] = set()
+    from_inputs: set[fx.Node] = set()
+    unrepeated: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            known.add(node)
+            from_inputs.add(node)
         if node.op != "call_function":
             continue
         key = signatures[node]
         rare = key is not None and counts[key] < LEAST_BLOCKS and not is_message(node)
         rare = rare or node.target is seeds
         rare = rare or isinstance(node.meta.get("val"), torch.SymInt)
-        if is_constant(node) or (rare and known.issuperset(node.all_input_nodes)):
-            known.add(node)
-            found.add(node)
-    return found
+        if is_constant(node) or (rare and from_inputs.issuperset(node.all_input_nodes)):
+            from_inputs.add(node)
+            unrepeated.add(node)
+    return unrepeated
 
 
 def _leaving(every: list[fx.Node]) -> set[fx.Node]:
@@ -127,11 +127,11 @@ def _final(
     ends = {x for x in every if all(user.op == "output" for user in x.users)}
     within = {signatures[x] for x in every if x not in ends}
     place = {node: i for i, node in enumerate(every)}
-    found: dict[fx.Node, list[fx.Node]] = {}
+    final: dict[fx.Node, list[fx.Node]] = {}
     for node in every:
         if node in ends and _is_light(node) and signatures[node] not in within:
             operands = [x for x in node.all_input_nodes if x in place]
             if operands:
                 last = max(operands, key=place.__getitem__)
-                found.setdefault(last, []).append(node)
-    return found
+                final.setdefault(last, []).append(node)
+    return final

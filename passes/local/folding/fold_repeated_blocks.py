@@ -73,19 +73,19 @@ def fold_repeated_blocks(graph: fx.Graph, rows: list[Blocks]) -> int:
 
 def find_blocks(graph: fx.Graph) -> list[Blocks]:
     """Return rows of equal blocks, in order; the graph stays as it is."""
-    found = sequence_of(graph)
-    return list(_rows(found, 0, len(found.calls)))
+    sequence = sequence_of(graph)
+    return list(_rows(sequence, 0, len(sequence.calls)))
 
 
-def _rows(found: CallSequence, begin: int, end: int) -> Iterator[Blocks]:
-    calls, ids = found.calls[begin:end], found.ids[begin:end]
+def _rows(sequence: CallSequence, begin: int, end: int) -> Iterator[Blocks]:
+    calls, ids = sequence.calls[begin:end], sequence.ids[begin:end]
     for repeat in repeats(ids, LEAST_BLOCKS, _LEAST_CALLS)[:_TRIES]:
-        row = blocks_of(calls, found.final, repeat)
+        row = blocks_of(calls, sequence.final, repeat)
         if row is None or not any(map(is_opaque, row.blocks[0])):
             continue
         first = begin + calls.index(row.blocks[0][0])
         last = first + len(row.blocks) * repeat.period
-        yield from _rows(found, begin, first)
+        yield from _rows(sequence, begin, first)
         yield row
-        yield from _rows(found, last, end)
+        yield from _rows(sequence, last, end)
         return

@@ -76,12 +76,12 @@ def _equal(every: list[Block]) -> Blocks | None:
     first, last = _longest(forms)
     every = every[first:last]
     read = [_read(block) for block in every]
-    counts = Counter(i for each in read for i in each)
+    counts = Counter(i for indices in read for i in indices)
     # What few blocks hand out, as the values of one layer that a model returns, would
     # have to be kept by all others too.
     usual = {i for i, n in counts.items() if 2 * n >= len(every)}
     limit = sum(bytes_of(every[0][i]) for i in usual) / _MORE if every else 0
-    more = [sum(bytes_of(every[0][i]) for i in each - usual) for each in read]
+    more = [sum(bytes_of(every[0][i]) for i in indices - usual) for indices in read]
     first, last = _longest([n <= limit or None for n in more])
     every = every[first:last]
     if len(every) < LEAST_BLOCKS:
@@ -137,14 +137,14 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
     Those of keywords are in the order of the keywords' names.
     """
-    found: list[fx.Node] = []
+    operands: list[fx.Node] = []
 
     def note(x: fx.Node) -> Any:
-        found.append(x)
+        operands.append(x)
         return x
 
     fx.node.map_arg(arguments_of(node), note)
-    return found
+    return operands
 
 
 def arguments_of(node: fx.Node) -> tuple[Any, dict[str, Any]]:

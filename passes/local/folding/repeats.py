@@ -41,15 +41,15 @@ def repeats(
 
     Only stretches of `least_count` periods or more are returned.
     """
-    found = []
+    runs = []
     for period in range(least_period, len(ids) // least_count + 1):
         equal = list(map(operator.eq, ids, ids[period:]))
         if sum(equal) >= (least_count - 1) * period:
             start, length = max(_stretches(equal), key=lambda x: x[1])
             repeat = RepeatedRun(start, length + period, period)
             if repeat.count >= least_count:
-                found.append(repeat)
-    return sorted(found, key=lambda x: (-x.saved, x.period))
+                runs.append(repeat)
+    return sorted(runs, key=lambda x: (-x.saved, x.period))
 
 
 def _stretches(equal: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -52,11 +52,11 @@ def signature(node: fx.Node) -> Hashable:
     if not is_foldable(node):
         return None
     try:
-        given = (_frozen(node.args), _frozen(node.kwargs), _frozen(node.meta["val"]))
+        parts = (_frozen(node.args), _frozen(node.kwargs), _frozen(node.meta["val"]))
         if isinstance(node.target, OpOverload) and node.target.namespace == "aten":
-            return (node.target, *given)
+            return (node.target, *parts)
         strides = _frozen(node.meta.get("eager_input_vals"))
-        return (node.target, *given, strides)
+        return (node.target, *parts, strides)
     except _UnknownValue:
         return None
 
@@ -78,8 +78,8 @@ def _has_no_dropout(node: fx.Node) -> bool:
     """Tell whether a call that may draw random numbers is attention that does not."""
     assert isinstance(node.target, OpOverload)
     arguments = [x.name for x in node.target._schema.arguments]
-    given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
-    return "dropout_p" in arguments and not given.get("dropout_p")
+    by_name = dict(zip(arguments, node.args, strict=False)) | node.kwargs
+    return "dropout_p" in arguments and not by_name.get("dropout_p")
 
 
 def is_collective(node: fx.Node) -> bool:

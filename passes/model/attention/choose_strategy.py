@@ -75,8 +75,8 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
             ctx.findings.masks.get(call),
             (call.q_shape[-2], call.k_shape[-2]),
         )
-        left = NO_MASK if mask is None else work(mask, *lengths, layout)
-        return workload(call, ctx, left)
+        work_left = NO_MASK if mask is None else work(mask, *lengths, layout)
+        return workload(call, ctx, work_left)
 
     for call in ctx.findings.calls:
         if call.obstacle is None and call.left_alone is None:
@@ -107,7 +107,7 @@ def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
     chosen = balanced.chosen
     if ctx.layout is None:
         either = (contiguous.chosen, balanced.chosen)
-        chosen = next(c for c in candidates if any(c is each for each in either))
+        chosen = next(c for c in candidates if any(c is choice for choice in either))
     return replace(contiguous, chosen=chosen, candidates=candidates)
 
 
@@ -119,7 +119,7 @@ def _best_layout(
     A graph has one balanced layout, so that no layer has to change it for the next.
     """
     layouts = BALANCED_LAYOUTS if ctx.layout is None else (ctx.layout,)
-    found = [_in_layout(ctx, layout, question, decide) for layout in layouts]
+    plans_by_layout = [_in_layout(ctx, layout, question, decide) for layout in layouts]
 
     def total(plans: dict[AttentionCall, Plan]) -> float:
         """Sum the seconds of all calls, each in the better of its layouts."""
@@ -129,7 +129,7 @@ def _best_layout(
             for call, plan in ctx.findings.contiguous_plans.items()
         )
 
-    return min(found, key=total)
+    return min(plans_by_layout, key=total)
 
 
 def _in_layout(
@@ -176,11 +176,11 @@ def _seconds(plan: Plan) -> float:
     return plan.chosen.seconds
 
 
-def _bias_bytes(call: AttentionCall, ctx: Context, left: MaskWork) -> int:
+def _bias_bytes(call: AttentionCall, ctx: Context, work_left: MaskWork) -> int:
     """Return the bytes of a bias, in the dtype to which autocast brings the call."""
     mask = ctx.findings.masks.get(call)
     if mask is None or mask.bias is None:
-        return left.bias_bytes
+        return work_left.bias_bytes
     if is_of_positions(fake_value(mask.bias)):
         return 0
     dtype = dtype_in_call(call, fake_value(mask.bias).dtype)
@@ -194,7 +194,9 @@ def _whole_mask_bytes(call: AttentionCall, ctx: Context) -> int:
     return unread.bytes if unread is not None and unread.is_whole else 0
 
 
-def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Workload:
+def workload(
+    call: AttentionCall, ctx: Context, work_left: MaskWork = NO_MASK
+) -> Workload:
     """Return the sizes of a call for the cost model, and the work its mask leaves."""
     q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
     trained = ctx.backward and any(x.requires_grad for x in (q, k, v))
@@ -211,11 +213,11 @@ def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Wor
         causal=call.is_causal,
         direction=Direction.BOTH if trained else Direction.FORWARD,
         ranks=ctx.ranks,
-        live_fraction=left.live_fraction,
+        live_fraction=work_left.live_fraction,
         masked=call in ctx.findings.masks or bool(call.score_mod),
-        mean_live_fraction=left.mean_live_fraction,
-        ring_steps=left.ring_steps,
-        hybrid_rings=left.hybrid_rings,
-        bias_bytes=_bias_bytes(call, ctx, left),
+        mean_live_fraction=work_left.mean_live_fraction,
+        ring_steps=work_left.ring_steps,
+        hybrid_rings=work_left.hybrid_rings,
+        bias_bytes=_bias_bytes(call, ctx, work_left),
         whole_mask_bytes=_whole_mask_bytes(call, ctx),
     )

@@ -59,36 +59,36 @@ def unplanned_calls(ctx: Context) -> dict[fx.Node, AttentionCall]:
 
 def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Return the query, key and value of an attention call, however they are passed."""
-    given = canonical_call(node).arguments
-    q, k, v = (given[name] for name in ("query", "key", "value"))
+    arguments = canonical_call(node).arguments
+    q, k, v = (arguments[name] for name in ("query", "key", "value"))
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
     return q, k, v
 
 
 def _read(node: fx.Node, transformed: bool) -> AttentionCall:
-    given = canonical_call(node).arguments
+    arguments = canonical_call(node).arguments
     q, k, v = attention_operands(node)
-    mask, scale = given["attn_mask"], fake_value(given["scale"])
+    mask, scale = arguments["attn_mask"], fake_value(arguments["scale"])
     call = AttentionCall(
         node=node,
         q=q,
         k=k,
         v=v,
         mask=mask if isinstance(mask, fx.Node) else None,
-        dropout_p=float(fake_value(given["dropout_p"])),
-        is_causal=bool(fake_value(given["is_causal"])),
+        dropout_p=float(fake_value(arguments["dropout_p"])),
+        is_causal=bool(fake_value(arguments["is_causal"])),
         scale=default_scale(fake_value(q)) if scale is None else float(scale),
         path=module_path(node),
         q_shape=expected_shape(fake_value(q)),
         k_shape=expected_shape(fake_value(k)),
         dtype=fake_value(node).dtype,
-        softcap=given.get("softcap") or 0.0,
-        sinks=given.get("sinks"),
-        score_mod=given.get("score_mod") or "",
-        values=given.get("values"),
+        softcap=arguments.get("softcap") or 0.0,
+        sinks=arguments.get("sinks"),
+        score_mod=arguments.get("score_mod") or "",
+        values=arguments.get("values"),
         lse=next((x for x in node.users if x.target is log_sum_exp), None),
     )
-    grouped = bool(fake_value(given["enable_gqa"]))
+    grouped = bool(fake_value(arguments["enable_gqa"]))
     return AttentionCall(
         **call.__dict__
         | {

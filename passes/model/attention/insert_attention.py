@@ -72,8 +72,8 @@ def insert_attention(graph: fx.Graph, ctx: Context) -> int:
 def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
     """Replace an operator by that of another plan; returns the new one."""
     spec = replace(spec_of(node), layout=Layout.CONTIGUOUS)
-    given = canonical_call(node).arguments  # as shard_graph has placed them
-    operands = (*operands_of(node), given["extras"], given["sizes"], str(spec))
+    arguments = canonical_call(node).arguments  # as shard_graph has placed them
+    operands = (*operands_of(node), arguments["extras"], arguments["sizes"], str(spec))
     value, _ = fake_value(node)
     with node.graph.inserting_before(node):
         new = _insert(node.meta[CALL], plan, ctx, operands, value, like=node)

@@ -69,5 +69,5 @@ def region(
         )
 
     end = LONGEST_TOKENS // ranks + 1
-    found = crossover.region(at, length // ranks, 1, end)
-    return found.low * ranks, None if found.high == end else found.high * ranks
+    interval = crossover.region(at, length // ranks, 1, end)
+    return interval.low * ranks, None if interval.high == end else interval.high * ranks

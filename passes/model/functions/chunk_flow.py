@@ -153,8 +153,8 @@ class ChunkFlow:
                 self.values[x] = self._summed(x, value)
             if not rows:
                 return self._whole(node)
-        (start, stop), *others = {(v.start, v.stop) for v in rows.values()}
-        if others:
+        (start, stop), *other_ranges = {(v.start, v.stop) for v in rows.values()}
+        if other_ranges:
             raise NotAlike(f"{at(node)} combines different tokens")
         return self._of_rows(node, rows, start, stop)
 
@@ -165,17 +165,17 @@ class ChunkFlow:
         self, node: fx.Node, rows: dict[fx.Node, ChunkRows], start: int, stop: int
     ) -> Any:
         """Return the value of a call on rows, or on constants whose rows are taken."""
-        found = self._roles(node, rows, start, stop)
-        if found is None:
+        rows_and_roles = self._roles(node, rows, start, stop)
+        if rows_and_roles is None:
             raise NotAlike(f"{at(node)} needs several tokens at once")
-        rows, roles = found
+        rows, roles = rows_and_roles
         operands = list(rows)
         ranges = refined([rows[x].pieces for x in operands])
 
         def pieces(number: int) -> tuple[Piece, ...]:
             parts = []
-            for first, last, made in ranges:
-                text = self._text(node, operands, made, stop - start)
+            for first, last, makers in ranges:
+                text = self._text(node, operands, makers, stop - start)
                 parts.append(Piece(first, last, self.made(number, *text)))
             return joined(parts)
 
@@ -193,15 +193,15 @@ class ChunkFlow:
     ) -> tuple[dict[fx.Node, ChunkRows], list[RowRole]] | None:
         """Return operands with rows and the roles of the results; None if unknown."""
         count = stop - start
-        others = [x for x, v in self._read(node) if isinstance(v, Whole)]
+        whole_inputs = [x for x, v in self._read(node) if isinstance(v, Whole)]
         choices = [
             [None, *(d for d, n in enumerate(shape_of(x)) if n == count)]
-            for x in others
+            for x in whole_inputs
         ]
         for dims in itertools.islice(itertools.product(*choices), _MOST_CHOICES):
             chosen = {
                 x: self.cut(x, dim, start, stop)
-                for x, dim in zip(others, dims, strict=True)
+                for x, dim in zip(whole_inputs, dims, strict=True)
                 if dim is not None
             }
             if None in chosen.values() or not (rows or chosen):
@@ -313,12 +313,12 @@ class ChunkFlow:
             return None
         order = list(operands)
         pieces = []
-        for start, stop, made in refined([operands[x].pieces for x in order]):
-            terms = [x for x in made if x is not None]
+        for start, stop, makers in refined([operands[x].pieces for x in order]):
+            terms = [x for x in makers if x is not None]
             if node.target is _ADD and len(terms) == 1:
                 pieces.append(Piece(start, stop, terms[0]))
             else:
-                text = self._text(node, order, made)
+                text = self._text(node, order, makers)
                 pieces.append(Piece(start, stop, self.made(*text)))
 
         def lower(program: LocalProgram) -> fx.Node:
@@ -351,11 +351,11 @@ class ChunkFlow:
         self,
         node: fx.Node,
         operands: Sequence[fx.Node],
-        made: Sequence[int | None],
+        makers: Sequence[int | None],
         count: int = 0,
     ) -> tuple[Any, ...]:
         """Describe a call on `count` rows, with what made its operands."""
-        names = dict(zip(operands, made, strict=True))
+        names = dict(zip(operands, makers, strict=True))
 
         def name(x: fx.Node) -> str:
             return f"<{names[x]}>" if x in names else f"<whole {self._same(x)}>"

@@ -98,12 +98,12 @@ def refined(
     )
     ranges = []
     for start, stop in itertools.pairwise(ends):
-        made = [
+        makers = [
             next((p.made for p in pieces if p.start <= start and stop <= p.stop), None)
             for pieces in values
         ]
-        if any(x is not None for x in made):
-            ranges.append((start, stop, made))
+        if any(x is not None for x in makers):
+            ranges.append((start, stop, makers))
     return ranges
 
 

@@ -65,10 +65,10 @@ def _addmm(
 _TABLE = {**get_decompositions(_DECOMPOSED), aten.addmm.default: _addmm}
 
 
-def chunked_function(known: GraphValues, node: fx.Node) -> Decision | None:
+def chunked_function(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Decide on an autograd.Function that takes its tokens in chunks; else None."""
-    values = [known.value(x) for x in node.args[2:]]
-    dims = {number: _row_dim(known, x) for number, x in enumerate(values)}
+    values = [graph_values.value(x) for x in node.args[2:]]
+    dims = {number: _row_dim(graph_values, x) for number, x in enumerate(values)}
     split = {number: dim for number, dim in dims.items() if dim is not None}
     lengths = {values[number].shape[dim] for number, dim in split.items()}
     if len(lengths) != 1 or any(map(is_symbol, lengths)):
@@ -76,13 +76,15 @@ def chunked_function(known: GraphValues, node: fx.Node) -> Decision | None:
     both = function_bodies(node)
     if node.kwargs.get("dirty_idx") or not _takes_parts(both):
         return None
-    if known.joint_of(node) is not None or _are_split_otherwise(values, split):
+    if graph_values.joint_of(node) is not None or _are_split_otherwise(values, split):
         return None
     bodies = functional_bodies(node, _TABLE)
     if bodies is None:
         return None
     (tokens,) = lengths
-    questions = RowQuestions(known.trial.fake_mode, known.ctx.mesh.device_type)
+    questions = RowQuestions(
+        graph_values.trial.fake_mode, graph_values.ctx.mesh.device_type
+    )
     names = [_name(x) for x in node.args[2:]]
     inputs = bodies.forward.graph.find_nodes(op="placeholder")
     names_of = dict(zip(inputs, names, strict=True))
@@ -95,13 +97,15 @@ def chunked_function(known: GraphValues, node: fx.Node) -> Decision | None:
         return FallBack(f"it takes its tokens in chunks, and {reason}")
     if not flow.slices:
         return None
-    group = known.ctx.group_name
+    group = graph_values.ctx.group_name
     (like, *_) = (values[i].placements for i in split)
     args: list[Any] = list(node.args[2:])
     for number, dim in flows.cut.items():
-        placed = _placements(like, known.ctx.axis, dim)
-        args.append(NewCall(cp_place, (node.args[2 + number], known.on, placed)))
-    program = ChunkProgram(both, flows, split, known.ctx.axis, group, dict(node.kwargs))
+        placed = _placements(like, graph_values.ctx.axis, dim)
+        args.append(NewCall(cp_place, (node.args[2 + number], graph_values.on, placed)))
+    program = ChunkProgram(
+        both, flows, split, graph_values.ctx.axis, group, dict(node.kwargs)
+    )
     return Propagate(NewCall(cp_row_parallel_function, (program, *args)))
 
 
@@ -127,11 +131,11 @@ def _name(argument: Any) -> str:
     return str((argument.target, args, kwargs))
 
 
-def _row_dim(known: GraphValues, value: Any) -> int | None:
+def _row_dim(graph_values: GraphValues, value: Any) -> int | None:
     """Return an argument's dimension that the sequence's axis splits, or None."""
     if not isinstance(value, DTensor):
         return None
-    dim: int | None = getattr(value.placements[known.ctx.axis], "dim", None)
+    dim: int | None = getattr(value.placements[graph_values.ctx.axis], "dim", None)
     return dim
 
 
@@ -145,8 +149,8 @@ def _are_split_otherwise(values: Sequence[Any], split: dict[int, int]) -> bool:
             for p in values[i].placements
             if not p.is_replicate()
         }
-    others = sum(not p.is_replicate() for x in placements for p in x)
-    return len(kinds) > 1 or others > len(split)
+    split_count = sum(not p.is_replicate() for x in placements for p in x)
+    return len(kinds) > 1 or split_count > len(split)
 
 
 def _placements(
@@ -270,9 +274,9 @@ def cp_row_parallel_function(program: ChunkProgram, *args: Any) -> Any:
     flows = program.flows
     if not any(isinstance(x, DTensor) for x in args):
         whole = program.whole
-        given = args[: len(args) - len(flows.cut)]
+        whole_args = args[: len(args) - len(flows.cut)]
         return autograd_function_apply(
-            whole.forward, whole.backward, *given, **program.options
+            whole.forward, whole.backward, *whole_args, **program.options
         )
     first = next(iter(program.rows))
     count = int(args[first]._local_tensor.shape[program.rows[first]])
@@ -347,10 +351,10 @@ class _OnRows(torch.autograd.Function):
             kind = value if isinstance(value, ChunkRows) else Whole(value.lower)
             moved = grad.redistribute(placements=run.placements(kind))
             local.append(moved.to_local())
-        found = fx.Interpreter(run.backward).run(*local, *ctx.saved)
+        local_gradients = fx.Interpreter(run.backward).run(*local, *ctx.saved)
         gradients: list[Any] = []
-        layouts = ctx.layouts[: len(found)]
-        results = zip(found, run.flows.backward, layouts, strict=True)
+        layouts = ctx.layouts[: len(local_gradients)]
+        results = zip(local_gradients, run.flows.backward, layouts, strict=True)
         for x, value, layout in results:
             if x is None:
                 gradients.append(None)

@@ -110,9 +110,9 @@ def _write_out_constants(module: fx.GraphModule) -> None:
             with module.graph.inserting_before(node):
                 options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
                 numbers = (value.tolist(),)
-                made = module.graph.call_function(torch.tensor, numbers, options)
-            made.meta.update(node.meta)
-            node.replace_all_uses_with(made)
+                constant = module.graph.call_function(torch.tensor, numbers, options)
+            constant.meta.update(node.meta)
+            node.replace_all_uses_with(constant)
             module.graph.erase_node(node)
     module.graph.lint()
     for name, _ in list(module.named_buffers(recurse=False)):
@@ -144,9 +144,11 @@ def functional_bodies(
         return None
     if _written_inputs(forward):
         return None
-    given = {_memory(x) for x in (*_inputs(forward), *results) if isinstance(x, Tensor)}
+    outer_memory = {
+        _memory(x) for x in (*_inputs(forward), *results) if isinstance(x, Tensor)
+    }
     for number in _written_inputs(backward):
-        own = number >= len(tangents) and _memory(values[number]) not in given
+        own = number >= len(tangents) and _memory(values[number]) not in outer_memory
         if not own and number >= len(tangents):
             return None
     for module in (forward, backward):

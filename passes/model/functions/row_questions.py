@@ -64,8 +64,8 @@ class RowQuestions:
         flow = self._flows.of(call, roles, rows)
         if flow is None or not flow.is_local:
             return None
-        found = [_role(x, rows) for x in flow.tensors]
-        return None if _UNKNOWN in found else found
+        result_roles = [_role(x, rows) for x in flow.tensors]
+        return None if _UNKNOWN in result_roles else result_roles
 
 
 _MANY = 2

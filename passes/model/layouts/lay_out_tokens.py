@@ -85,8 +85,8 @@ def lay_out_tokens(graph: fx.Graph, ctx: Context) -> int:
     for tokens, layout in (layouts | _given_layouts(ctx)).items():
         _LaidOut(graph, ctx, tokens, layout).rewrite()
     ctx.findings.relayouts = sum(
-        len(each.find_nodes(op="call_function", target=RELAYOUT))
-        for each in all_graphs(graph)
+        len(subgraph.find_nodes(op="call_function", target=RELAYOUT))
+        for subgraph in all_graphs(graph)
     )
     ctx.findings.relayouts_cancelled = (
         _PER_CALL * len(balanced) - ctx.findings.relayouts
@@ -101,9 +101,9 @@ def lay_out_tokens(graph: fx.Graph, ctx: Context) -> int:
 def _given_layouts(ctx: Context) -> dict[int, Layout]:
     """Return the layouts of inputs that are not contiguous, by number of tokens."""
     return {
-        given.tokens: given.layout
-        for given in ctx.inputs.values()
-        if given.layout is not Layout.CONTIGUOUS
+        graph_input.tokens: graph_input.layout
+        for graph_input in ctx.inputs.values()
+        if graph_input.layout is not Layout.CONTIGUOUS
     }
 
 
@@ -137,22 +137,22 @@ class _LaidOut:
                 "tokens cannot be brought into it or back where they have to be; use "
                 "contiguous inputs and options={'layout': 'contiguous'}"
             ) from error
-        found = self.tokens_of
-        for producer, vertex in found.vertices.items():
+        token_graph = self.tokens_of
+        for producer, vertex in token_graph.vertices.items():
             if vertex in laid_out:
                 producer.meta[TOKEN_LAYOUT] = self._token_layout
         relaid: set[fx.Node] = set()  # attention calls beside a relayout that stays
-        for producer, uses in found.uses.items():
-            side = found.vertices[producer] in laid_out
-            others = [use for use in uses if (use.vertex in laid_out) != side]
-            if others:
-                self._relay(producer, others, side)
-                relaid |= {use.node for use in others} | {producer}
-        for node in found.nodes:
+        for producer, uses in token_graph.uses.items():
+            side = token_graph.vertices[producer] in laid_out
+            crossing_uses = [use for use in uses if (use.vertex in laid_out) != side]
+            if crossing_uses:
+                self._relay(producer, crossing_uses, side)
+                relaid |= {use.node for use in crossing_uses} | {producer}
+        for node in token_graph.nodes:
             if node in laid_out:
                 self._lay_out(node)
         self._mark_results(laid_out)
-        for node in found.nodes:
+        for node in token_graph.nodes:
             call = call_of(node)
             if call is None or call.q_shape[-2] != self.tokens:
                 continue
@@ -217,10 +217,10 @@ class _LaidOut:
         size = fake_value(source).shape[dim.dim]
         args = (source, dim.dim)
         length = self.writer.call(torch.Tensor.size, args, like=source)
-        others = expected(size) // self.tokens  # in the same dimension
-        if others > 1:
+        entries_per_token = expected(size) // self.tokens  # in the same dimension
+        if entries_per_token > 1:
             with length.graph.inserting_after(length):
-                args = (length, others)
+                args = (length, entries_per_token)
                 length = self.writer.call(operator.floordiv, args, like=source)
         return length
 

@@ -127,8 +127,8 @@ class TokenGraph:
     def dim(self, value: Any) -> TokenDim | None:
         """Return the token dim of a value, or of the first of several that has one."""
         leaves = pytree.tree_leaves(value)
-        found = (self.proofs.dim_of(x) for x in leaves)
-        return next((dim for dim in found if dim is not None), None)
+        dims = (self.proofs.dim_of(x) for x in leaves)
+        return next((dim for dim in dims if dim is not None), None)
 
     def _walk(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
@@ -191,8 +191,8 @@ class TokenGraph:
                 self._read(node, node)
         elif node.target in _ENTERING:
             if self.dim(value) is not None:
-                (given,) = node.all_input_nodes
-                laid_out = self.ctx.inputs[given].tokens == self.proofs.tokens
+                (source,) = node.all_input_nodes
+                laid_out = self.ctx.inputs[source].tokens == self.proofs.tokens
                 self._add(node, *((None, 0.0) if laid_out else (0.0, None)))
         elif self._has_tokens(node) or self.dim(value) is not None:
             self._prove(node)
@@ -208,7 +208,7 @@ class TokenGraph:
     def _is_given_laid_out(self) -> bool:
         """Tell whether any input is given in the layout."""
         every = self.ctx.inputs.values()
-        return any(given.tokens == self.proofs.tokens for given in every)
+        return any(graph_input.tokens == self.proofs.tokens for graph_input in every)
 
     def _is_one_of_several(self, node: fx.Node) -> bool:
         """Tell whether a node is one of several results; note where its tokens are.
@@ -281,15 +281,15 @@ class TokenGraph:
             lambda a: fake_value(a) if isinstance(a, fx.Node) else a,
         )
         call = function_of(node)
-        found = self.proofs.prove(call, *values, fake_value(node))
+        proved_dims = self.proofs.prove(call, *values, fake_value(node))
         arguments = pytree.tree_leaves((node.args, node.kwargs))
-        if found and len(arguments) != len(pytree.tree_leaves(values)):
-            found = None  # an argument is several tensors
-        if found and _differ(found, arguments):
-            found = None
-        self._add(node, laid_out=None if found is None else 0.0)
+        if proved_dims and len(arguments) != len(pytree.tree_leaves(values)):
+            proved_dims = None  # an argument is several tensors
+        if proved_dims and _differ(proved_dims, arguments):
+            proved_dims = None
+        self._add(node, laid_out=None if proved_dims is None else 0.0)
         self._read(node, node)
-        for index, dim in (found or {}).items():
+        for index, dim in (proved_dims or {}).items():
             self.constants.setdefault(node, {})[arguments[index]] = dim
 
 

@@ -57,6 +57,6 @@ def _with_padding(graph: PaddedGraph, mask: Mask | None, call: AttentionCall) ->
     hidden = graph.call(at, torch.where, valid, kv_ids, -1)
     graph.fixes += 1
     text = "key padding" if mask is None else f"{mask.text}, key padding"
-    known = mask or Mask(text)
+    base_mask = mask or Mask(text)
     assert fake_value(hidden).dtype == fake_value(kv_ids).dtype
-    return replace(known, text=text, q_segment_ids=q_ids, kv_segment_ids=hidden)
+    return replace(base_mask, text=text, q_segment_ids=q_ids, kv_segment_ids=hidden)

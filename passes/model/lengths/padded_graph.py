@@ -60,8 +60,8 @@ class PaddedGraph:
 
     def tokens(self, x: Any) -> Tokens | None:
         """Return the tokens of a value; None if it has none."""
-        found = self.found.get(x) if isinstance(x, fx.Node) else None
-        return found if isinstance(found, Tokens) else None
+        tokens = self.found.get(x) if isinstance(x, fx.Node) else None
+        return tokens if isinstance(tokens, Tokens) else None
 
     # Where tokens go.
 
@@ -70,11 +70,11 @@ class PaddedGraph:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        others: tuple[int, int] = (1, 1),
+        sizes: tuple[int, int] = (1, 1),
     ) -> Flow | None:
         """Return the flow of the tokens in a call, or None where they meet.
 
-        others: the outer and the inner size of every axis, to ask of all entries of the
+        sizes: the outer and the inner size of every axis, to ask of all entries of the
             dimensions as of tokens.
 
         Raises: Unproved, if its operands have different numbers of tokens.
@@ -82,10 +82,10 @@ class PaddedGraph:
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         roles: list[Role] = []
         for t in map(self.tokens, leaves):
-            at = None if t is None else TokenDim(t.axis.dim, t.axis.outer // others[0])
+            at = None if t is None else TokenDim(t.axis.dim, t.axis.outer // sizes[0])
             roles.append(at)
         call = ShapedCall(function, [without_data(x) for x in leaves], spec)
-        entries = self._count(self._extra(leaves)) * math.prod(others)
+        entries = self._count(self._extra(leaves)) * math.prod(sizes)
         return self._flows.of(call, roles, entries)
 
     def _count(self, extra: int) -> int:
@@ -106,9 +106,11 @@ class PaddedGraph:
         """
         leaves = pytree.tree_leaves((args, kwargs))
         axes = [t.axis for x in leaves if (t := self.tokens(x))]
-        others = {(axis.outer, axis.inner) for axis in axes}
+        axis_sizes = {(axis.outer, axis.inner) for axis in axes}
         # Some rules of DTensor know no dimension of which a rank has several pieces.
-        for way in dict.fromkeys([(1, 1), *(others if len(others) == 1 else ())]):
+        for way in dict.fromkeys(
+            [(1, 1), *(axis_sizes if len(axis_sizes) == 1 else ())]
+        ):
             flow = self.flow(function, args, kwargs, way)
             if flow is not None and not (
                 flow.cut or flow.cuts_inside or flow.ends_sums
@@ -119,18 +121,18 @@ class PaddedGraph:
 
     def _tokens_of(self, flow: Flow, extra: int, outer: int, inner: int) -> Found:
         entries = self._count(extra) * outer * inner
-        found: list[Tokens | None] = []
+        tokens: list[Tokens | None] = []
         for result in flow.results:
             if result is None:
-                found.append(None)
+                tokens.append(None)
                 continue
             if not isinstance(result.role, TokenDim):
                 raise Unproved("a result is not that of each token")
             dim, before = result.role.dim, result.role.outer
             after = result.shape[dim] // (before * entries)
             axis = TokenAxis(dim, before * outer, after * inner)
-            found.append(Tokens(axis, extra))
-        return found[0] if flow.spec.is_leaf() else tuple(found)
+            tokens.append(Tokens(axis, extra))
+        return tokens[0] if flow.spec.is_leaf() else tuple(tokens)
 
     def node_by_token(self, node: fx.Node) -> Found:
         """Return the tokens of a node whose call computes each by itself."""
@@ -154,9 +156,9 @@ class PaddedGraph:
 
     def run(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the value of a call of nodes."""
-        given, named = fx.map_arg((args, kwargs), fake_value)
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs), fake_value)
         with self._fake_mode:
-            return target(*given, **named)
+            return target(*fake_args, **fake_kwargs)
 
     def replace(self, node: fx.Node, new: fx.Node) -> None:
         """Let all readers read another value, which has no tokens."""
@@ -179,27 +181,27 @@ class PaddedGraph:
         )
         anchor = next(n for n in graph.nodes if n.op != "placeholder")
         if kind == "real":
-            found = self.call(anchor, torch.add, real, extra) if extra else real
+            vector = self.call(anchor, torch.add, real, extra) if extra else real
         elif kind == "positions":
             size = self.call(anchor, operator.add, length, extra) if extra else length
-            found = self.call(anchor, torch.arange, size, device=self._device)
+            vector = self.call(anchor, torch.arange, size, device=self._device)
         else:
             positions = self.vector(graph, "positions", extra)
             limit = self.vector(graph, "real", extra)
             anchor = max(positions, limit).next
-            found = self.call(anchor, torch.lt, positions, limit)
-        self._vectors[key] = found
-        return found
+            vector = self.call(anchor, torch.lt, positions, limit)
+        self._vectors[key] = vector
+        return vector
 
-    def count(self, at: fx.Node, tokens: Tokens, others: int = 1) -> fx.Node:
-        """Return the number of entries of tokens without the padding, times `others`.
+    def count(self, at: fx.Node, tokens: Tokens, factor: int = 1) -> fx.Node:
+        """Return the number of entries of tokens without the padding, times `factor`.
 
         It is a tensor without dimensions, which makes no other dtype of a number that
         it is combined with.
         """
         real = self.vector(at.graph, "real", tokens.extra)
-        others *= tokens.axis.outer * tokens.axis.inner
-        return real if others == 1 else self.call(at, torch.mul, real, others)
+        factor *= tokens.axis.outer * tokens.axis.inner
+        return real if factor == 1 else self.call(at, torch.mul, real, factor)
 
     def hidden(self, at: fx.Node, node: fx.Node, number: Any) -> fx.Node:
         """Return `node` with a number in the padding, for a reader `at`.
@@ -290,10 +292,10 @@ class PaddedGraph:
         assert isinstance(value, Tensor) and isinstance(tokens, Tokens)
         wanted = dtype or value.dtype
         exact = torch.float32 if wanted in _LOW else wanted
-        others = math.prod(int(value.shape[d]) for d in dims if d != tokens.axis.dim)
-        count = self.count(at, tokens, others)
-        kept = {"keepdim": True} if keepdim else {}
-        total = self.call(at, torch.sum, hidden, dims, **kept, dtype=exact)
+        factor = math.prod(int(value.shape[d]) for d in dims if d != tokens.axis.dim)
+        count = self.count(at, tokens, factor)
+        sum_options = {"keepdim": True} if keepdim else {}
+        total = self.call(at, torch.sum, hidden, dims, **sum_options, dtype=exact)
         mean = self.call(at, torch.div, total, count)
         return mean if exact is wanted else self.call(at, torch.Tensor.to, mean, wanted)
 

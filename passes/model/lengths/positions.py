@@ -120,17 +120,17 @@ def _picked(graph: PaddedGraph, node: fx.Node, parts: list[Any], place: int) -> 
         return None
     if not isinstance(part, slice):
         return graph.node_by_token(node)
-    found = graph.by_token(operator.getitem, x, rest)
-    assert isinstance(found, Tokens)
-    extra = graph.sizes.extra_of(fake_value(node).shape[found.axis.dim])
+    picked_tokens = graph.by_token(operator.getitem, x, rest)
+    assert isinstance(picked_tokens, Tokens)
+    extra = graph.sizes.extra_of(fake_value(node).shape[picked_tokens.axis.dim])
     if part == _ALL or _is_all(graph, part, tokens, extra):
-        return found
+        return picked_tokens
     if not tokens.is_whole:
         raise Unproved("it cuts sequences that are one dimension")
     if extra is None:
         raise Unproved("it has another number of tokens")
     _require_from_the_first(part)
-    return Tokens(found.axis, extra)
+    return Tokens(picked_tokens.axis, extra)
 
 
 def of_all_tokens(parts: list[Any], place: int) -> tuple[Any, ...]:

@@ -54,10 +54,12 @@ class Sizes:
         self.check(value, tokens)
         return tokens
 
-    def check(self, value: Any, found: Found) -> None:
+    def check(self, value: Any, result_tokens: Found) -> None:
         """Raise Unproved if the shape of a value says something else of its tokens."""
-        each = found if isinstance(found, tuple) else (found,)
-        for one, tokens in zip(pytree.tree_leaves(value), each, strict=True):
+        all_tokens = (
+            result_tokens if isinstance(result_tokens, tuple) else (result_tokens,)
+        )
+        for one, tokens in zip(pytree.tree_leaves(value), all_tokens, strict=True):
             dims = self.reaching(one)
             if not dims and tokens is None:
                 continue
@@ -81,9 +83,9 @@ def with_sizes(index: Any) -> Any:
     """Return an index with the values of its sizes; tensors stay nodes."""
 
     def value(x: fx.Node) -> Any:
-        found = fake_value(x)
-        if isinstance(found, torch.SymInt) and not is_symbol(found):
-            return int(found)  # its guard is there
-        return x if isinstance(found, Tensor) else found
+        fake = fake_value(x)
+        if isinstance(fake, torch.SymInt) and not is_symbol(fake):
+            return int(fake)  # its guard is there
+        return x if isinstance(fake, Tensor) else fake
 
     return fx.map_arg(index, value)

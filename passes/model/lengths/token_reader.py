@@ -87,11 +87,11 @@ class Reader:
         Raises: Unproved.
         """
         graph = self.graph.graph
-        for each in all_graphs(graph):
-            if self.graph.regions.is_shared(each):
+        for subgraph in all_graphs(graph):
+            if self.graph.regions.is_shared(subgraph):
                 raise Unproved("a checkpoint region runs several times")
         try:
-            found = self._read(graph)
+            tokens = self._read(graph)
         finally:
             for state in reversed(self._states):
                 state.__exit__(None, None, None)
@@ -99,10 +99,10 @@ class Reader:
         assert isinstance(results, tuple | list)
         for i, x in enumerate(results):
             if is_number(fake_value(x)):
-                found[i] = self.graph.sizes.extra_of(fake_value(x))
-                if found[i] is None:
+                tokens[i] = self.graph.sizes.extra_of(fake_value(x))
+                if tokens[i] is None:
                     raise Unproved("a result is computed from the number of tokens")
-        return found
+        return tokens
 
     def _read(self, graph: fx.Graph) -> list[Any]:
         """Visit the nodes that compute the results and the writes of a graph.
@@ -118,10 +118,10 @@ class Reader:
                 self._change_state(node)
             elif node in needed and node.op != "output":
                 try:
-                    found = self._visit(node)  # which may erase it
+                    tokens = self._visit(node)  # which may erase it
                 except Unproved as problem:
                     raise Unproved(f"{node.name} at {where(node)}: {problem}") from None
-                self.found[node] = found
+                self.found[node] = tokens
         (results,) = graph.output_node().args
         flat = results if isinstance(results, tuple | list) else (results,)
         return [self.found[x] if isinstance(x, fx.Node) else None for x in flat]
@@ -136,12 +136,12 @@ class Reader:
     def _needed(self, graph: fx.Graph) -> set[fx.Node]:
         """Return the nodes that compute the results, or write; not those of masks."""
         stack = [n for n in graph.nodes if n.op == "output" or writes(n)]
-        found: set[fx.Node] = set()
+        needed: set[fx.Node] = set()
         while stack:
             node = stack.pop()
-            if node in found:
+            if node in needed:
                 continue
-            found.add(node)
+            needed.add(node)
             region = sub_graph(node)
             if region is not None:
                 inside = self._needed(region.graph)
@@ -151,7 +151,7 @@ class Reader:
             is_read = call is not None and call in self.findings.masks
             mask = call.mask if call is not None and is_read else None
             stack += [x for x in node.all_input_nodes if x is not mask]
-        return found
+        return needed
 
     def _visit(self, node: fx.Node) -> Found:
         region = sub_graph(node)
@@ -172,20 +172,20 @@ class Reader:
             x for x in node.all_input_nodes if isinstance(self.found.get(x), tuple)
         ]
         if several:
-            found = self.found[several[0]]
-            assert isinstance(found, tuple)
+            parts = self.found[several[0]]
+            assert isinstance(parts, tuple)
             if call.name != "getitem" or not isinstance(node.args[1], int):
                 raise Unproved("it takes several values as one")
-            return found[node.args[1]]
+            return parts[node.args[1]]
         self._with_real_numbers(node)
-        given = [x for x in node.all_input_nodes if self.graph.tokens(x)]
+        token_inputs = [x for x in node.all_input_nodes if self.graph.tokens(x)]
         result: Found
-        if writes(node) and given:
+        if writes(node) and token_inputs:
             result = written(self.graph, node)
-        elif not given or call.name in FILLED:
+        elif not token_inputs or call.name in FILLED:
             result = beginning(self.graph, node)
         elif is_attention(node):
-            result = self._attended(node, given)
+            result = self._attended(node, token_inputs)
         elif row_program_of(node) is not None:
             result = added_up(self.graph, node, {})
         else:
@@ -209,9 +209,9 @@ class Reader:
         call = canonical_call(node)
         if not numbers or call.name in ("getitem", "setitem"):  # indices are read
             return
-        others: list[fx.Node] = []
-        given = [x for name, x in call.arguments.items() if name not in _SIZES]
-        fx.map_arg(given, others.append)
+        value_nodes: list[fx.Node] = []
+        arguments = [x for name, x in call.arguments.items() if name not in _SIZES]
+        fx.map_arg(arguments, value_nodes.append)
         changed = False
         for number in numbers:
             extra = self.graph.sizes.extra_of(fake_value(number))
@@ -220,24 +220,24 @@ class Reader:
                 real = self.graph.vector(node.graph, "real", extra)
                 node.replace_input_with(number, real)
                 self.graph.fixes, changed = self.graph.fixes + 1, True
-            elif not call.name or number in others:
+            elif not call.name or number in value_nodes:
                 raise Unproved(_COMPUTES)
         if changed:
             result = self.graph.run(function_of(node), node.args, node.kwargs)
             if result.dtype != fake_value(node).dtype:
                 raise Unproved(_COMPUTES)
 
-    def _attended(self, node: fx.Node, given: list[fx.Node]) -> Tokens:
+    def _attended(self, node: fx.Node, token_inputs: list[fx.Node]) -> Tokens:
         call = self.calls.get(node)
         if call is None or call.obstacle or call.left_alone:
             raise Unproved("this attention is not shared out")
         keys = [call.k, call.v]
-        if not set(given) & set(keys):
+        if not set(token_inputs) & set(keys):
             keys = []  # of another sequence, which has no padding
         for x in (call.q, *keys):
             if self.graph.tokens(x) != Tokens(TokenAxis(fake_value(x).dim() - 2)):
                 raise Unproved("not all of queries, keys and values are of the tokens")
-        if set(given) - {call.q, call.k, call.v}:
+        if set(token_inputs) - {call.q, call.k, call.v}:
             raise Unproved("it reads tokens besides queries, keys and values")
         if keys:
             hide_keys(self.graph, call)

@@ -21,8 +21,8 @@ def written(graph: PaddedGraph, node: fx.Node) -> Found:
     Returns the tokens of its result. Raises: Unproved.
     """
     call = canonical_call(node)
-    base, *others = written_by(node)
-    if others or graph.tokens(base) is None:
+    base, *other_bases = written_by(node)
+    if other_bases or graph.tokens(base) is None:
         raise Unproved("it writes to something else than tokens")
     if memory_of(base).op == "placeholder":  # the program has a copy
         raise Unproved("it writes to an input")
@@ -31,10 +31,10 @@ def written(graph: PaddedGraph, node: fx.Node) -> Found:
         return None
     if call.overload is None or not result_is_argument(node):
         raise Unproved("it writes to some of the tokens")
-    found = graph.node_by_token(node)
-    if found != graph.tokens(base):
+    tokens = graph.node_by_token(node)
+    if tokens != graph.tokens(base):
         raise Unproved("it writes to something else than tokens")
-    return found
+    return tokens
 
 
 def _assigned(graph: PaddedGraph, x: fx.Node, index: Any, value: Any) -> None:

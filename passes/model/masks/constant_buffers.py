@@ -55,11 +55,11 @@ class Unchanged:
 
     def __call__(self, x: Tensor) -> bool:
         state = _state(x)
-        last, known, same = self._last
-        if last() is x and state is not None and state == known:
+        last, last_state, same = self._last
+        if last() is x and state is not None and state == last_state:
             return same
-        known, same = self._seen.get(x, (None, False))
-        if state is None or state != known:
+        last_state, same = self._seen.get(x, (None, False))
+        if state is None or state != last_state:
             same = _is_equal(x, self._copy)
             self._seen[x] = state, same
         self._last = weakref.ref(x), state, same
@@ -78,16 +78,16 @@ class Unchanged:
 
 def freeze_buffers(ctx: Context, code: CodeType | None) -> dict[fx.Node, Unchanged]:
     """Guard the buffers that were read by value; called when the graph is compiled."""
-    found = {}
+    unchanged = {}
     for node in ctx.inputs:
         if node in ctx.findings.read_by_value:
             buffer = ctx.buffers[node]
-            found[node] = Unchanged(buffer)
-            guard_value(buffer.source, found[node])
+            unchanged[node] = Unchanged(buffer)
+            guard_value(buffer.source, unchanged[node])
             if code is not None:
                 read = _values.setdefault(code, {}).setdefault(_key(buffer), set())
                 read.add(value_text(buffer.value))
-    return found
+    return unchanged
 
 
 def without_changing(
@@ -95,10 +95,10 @@ def without_changing(
 ) -> dict[fx.Node, Buffer]:
     """Return the buffers that did not have too many values; warn of the others."""
     read = {} if code is None else _values.get(code, {})
-    found = {}
+    steady = {}
     for node, buffer in buffers.items():
         if len(read.get(_key(buffer), ())) < MOST_VALUES:
-            found[node] = buffer
+            steady[node] = buffer
             continue
         warn_once(
             f"{buffer.name} had {MOST_VALUES} values in attention masks, and each was "
@@ -106,7 +106,7 @@ def without_changing(
             "query and a key is computed; write the mask in the forward, as a function "
             "of positions (torch.arange)"
         )
-    return found
+    return steady
 
 
 def forget() -> None:

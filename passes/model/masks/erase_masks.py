@@ -50,32 +50,32 @@ def erase_masks(graph: fx.Graph, sources: Iterable[MaskSource]) -> int:
 
 def _unread_edges(graph: fx.Graph) -> set[fx.Node]:
     """Find the indices that a vmap hands to a function that does not ask for them."""
-    everything = [node for each in all_graphs(graph) for node in each.nodes]
+    everything = [node for subgraph in all_graphs(graph) for node in subgraph.nodes]
     edges = {n for n in everything if n.target in VMAP_EDGES and not n.users}
-    given = {n for edge in edges for n in edge.all_input_nodes}
-    return edges | {n for n in given if n.target is torch.arange}
+    edge_inputs = {n for edge in edges for n in edge.all_input_nodes}
+    return edges | {n for n in edge_inputs if n.target is torch.arange}
 
 
 def _unread(graph: fx.Graph, mine: set[fx.Node]) -> list[fx.Node]:
     """Return the nodes of `mine` that nothing else needs, in order."""
-    everything = [node for each in all_graphs(graph) for node in each.nodes]
+    everything = [node for subgraph in all_graphs(graph) for node in subgraph.nodes]
     writes = set(writes_of(mine))
-    kept = {node for node in everything if node not in mine}
-    memory = {memory_of(node) for node in kept}
+    needed_nodes = {node for node in everything if node not in mine}
+    memory = {memory_of(node) for node in needed_nodes}
     growing = True
     while growing:
         growing = False
-        for node in mine - kept:
-            needed = any(user in kept for user in node.users) or (
+        for node in mine - needed_nodes:
+            needed = any(user in needed_nodes for user in node.users) or (
                 node in writes and any(memory_of(x) in memory for x in written_by(node))
             )
             if needed:
-                kept.add(node)
+                needed_nodes.add(node)
                 memory.add(memory_of(node))
                 growing = True
-    if any(node.target in VMAP_EDGES for node in kept):
-        kept |= {node for node in mine if node.target in VMAP_MARKS}
-    return [node for node in everything if node in mine and node not in kept]
+    if any(node.target in VMAP_EDGES for node in needed_nodes):
+        needed_nodes |= {node for node in mine if node.target in VMAP_MARKS}
+    return [node for node in everything if node in mine and node not in needed_nodes]
 
 
 def _drop_arguments(
@@ -90,8 +90,8 @@ def _drop_arguments(
         inner = region.graph.find_nodes(op="placeholder")
         unread = {p for p in inner if not p.users and resolve(p, outer) in mine}
         if unread:
-            given = zip(inner, node.args[1:], strict=True)
-            node.args = (node.args[0], *(a for p, a in given if p not in unread))
+            pairs = zip(inner, node.args[1:], strict=True)
+            node.args = (node.args[0], *(a for p, a in pairs if p not in unread))
             for placeholder in unread:
                 region.graph.erase_node(placeholder)
             region.recompile()

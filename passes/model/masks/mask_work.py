@@ -59,7 +59,7 @@ def mask_work(
     pairs = (ranges.upper - ranges.lower).clamp(min=0).sum(0)
     batch = ranges.lower.shape[0]
 
-    def left(queries: Runs, keys: Runs) -> tuple[float, int]:
+    def work_of(queries: Runs, keys: Runs) -> tuple[float, int]:
         """Return the share of pairs of the slowest rank, and the steps of a ring."""
         owned = [
             sum(
@@ -70,14 +70,14 @@ def mask_work(
         steps = _ring_steps(ranges, queries, keys, layout)
         return max(owned) / (batch * queries.padded * kv_len), steps
 
-    live_fraction, ring_steps = left(*(Runs.contiguous(n, ranks) for n in lengths))
+    live_fraction, ring_steps = work_of(*(Runs.contiguous(n, ranks) for n in lengths))
     hybrids = []
     for degrees in factorisations(ranks):
         exchange = degrees.ulysses, degrees.inner == "ulysses"
         if layout is not Layout.CONTIGUOUS and degrees.inner == "ring":
             continue  # in no layout but the contiguous one, see why_not_run
         own = (Runs.of_hybrid(Chunks(n, ranks), *exchange) for n in lengths)
-        hybrids.append(RingWork(degrees, *left(*own)))
+        hybrids.append(RingWork(degrees, *work_of(*own)))
     return MaskWork(
         live_fraction=live_fraction,
         mean_live_fraction=int(pairs.sum()) / (batch * q_len * kv_len),
@@ -95,8 +95,8 @@ def known_mask(mask: Mask, q_len: Any, kv_len: Any) -> str | None:
     """Return the name of a mask whose integers are all known; None if they are data."""
     nodes = (mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
     values = [None if node is None else constant_value(node) for node in nodes]
-    known = [value is not None for value in values]
-    if known != [node is not None for node in nodes]:
+    are_known = [value is not None for value in values]
+    if are_known != [node is not None for node in nodes]:
         return None
     if not isinstance(q_len, int) or not isinstance(kv_len, int):
         return None

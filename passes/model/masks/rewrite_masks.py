@@ -139,21 +139,21 @@ class _Finder:
         try:
             if self.regions.is_shared(call.node.graph):
                 raise Unreadable("it is used in a region that runs several times")
-            found = self._read(call)
+            reading = self._read(call)
         except Unreadable as problem:
             if call.score_mod:  # which hides keys by itself
                 return self._dropped(call)
             return self._unread(call, str(problem))
-        if isinstance(found, MaskMeaning):  # causal, or nothing
-            drop_mask(call.node, found.is_causal)
-            log.debug("mask of %s: %s", call.path, found.text or "hides nothing")
-            return replace(call, mask=None, is_causal=found.is_causal)
+        if isinstance(reading, MaskMeaning):  # causal, or nothing
+            drop_mask(call.node, reading.is_causal)
+            log.debug("mask of %s: %s", call.path, reading.text or "hides nothing")
+            return replace(call, mask=None, is_causal=reading.is_causal)
         inside: dict[str, Any] = {
             name: self.regions.bring_in(node, call.node.graph)
-            for name, node in vars(found).items()
+            for name, node in vars(reading).items()
             if isinstance(node, fx.Node)
         }
-        mask = replace(found, **inside)
+        mask = replace(reading, **inside)
         if call.score_mod:
             mask = replace(mask, bias=None)
             if mask.key_ranges is None and mask.q_segment_ids is None:
@@ -211,15 +211,15 @@ class _Finder:
         try:
             reading = _read(program, call, sizes)
             if buffers and not reading.is_exhaustive:
-                found = self._by_value(program, buffers, call, sizes)
-                if found is not None:
-                    return self._written(*found, until, call, sizes)
+                read_by_value = self._by_value(program, buffers, call, sizes)
+                if read_by_value is not None:
+                    return self._written(*read_by_value, until, call, sizes)
             return self._written(program, reading, until, call, sizes)
         except Unreadable:
-            found = self._by_value(program, buffers, call, sizes)
-            if found is None:
+            read_by_value = self._by_value(program, buffers, call, sizes)
+            if read_by_value is None:
                 raise
-            return self._written(*found, until, call, sizes)
+            return self._written(*read_by_value, until, call, sizes)
 
     def _for_any_length(
         self, program: MaskProgram, until: fx.Node | None, call: AttentionCall
@@ -239,12 +239,12 @@ class _Finder:
             if not reading.is_exhaustive:
                 raise Unreadable("a bias of pairs is added")
             maker = partial(AnyLengthWriter, longest)
-            found = self._written(program, reading, until, call, sizes, maker)
+            mask = self._written(program, reading, until, call, sizes, maker)
         except Unreadable as problem:  # for one length it may be read
             text = f"the attn_mask of {call.path}: {problem}"
             raise LengthNotSymbolic(text) from problem
         guard_region(length, 0, longest.tokens + 1)
-        return found
+        return mask
 
     def _by_value(
         self,
@@ -307,10 +307,10 @@ class _Finder:
             value = node.meta["val"] if number is None else node.meta["val"][number]
             rows = int(value.shape[dim])
             wanted = SequenceDim(TokenDim(dim), rows)
-            found = list(token_sources(self.flows, node, wanted, number))
+            sources = list(token_sources(self.flows, node, wanted, number))
             return {
                 x: at.dim
-                for x, at in found
+                for x, at in sources
                 if at.outer == 1 and x.meta["val"].shape[at.dim] == rows
             }
 

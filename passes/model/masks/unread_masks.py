@@ -153,8 +153,8 @@ def _brings_tokens(node: fx.Node, ctx: Context) -> bool:
     value = fake_value(node)
     floats = isinstance(value, torch.Tensor) and value.is_floating_point()
     if node.op == "placeholder":
-        given = ctx.inputs.get(node)
-        return floats and given is not None and given.kind in _OF_TOKENS
+        graph_input = ctx.inputs.get(node)
+        return floats and graph_input is not None and graph_input.kind in _OF_TOKENS
     if is_attention(node) or sub_graph(node) is not None:
         return True
     return floats and canonical_call(node).name == "embedding"

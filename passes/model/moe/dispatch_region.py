@@ -70,11 +70,11 @@ class DispatchRegion:
 
     def results(self) -> dict[fx.Node, bool]:
         """Return the values read outside, and whether each has rows or is a sum."""
-        found = {}
+        results = {}
         for node in self.moved:
             if any(not self._has(user) for user in node.users):
-                found[node] = isinstance(self.kinds[node], TokenRows)
-        return found
+                results[node] = isinstance(self.kinds[node], TokenRows)
+        return results
 
     def rows(self, x: fx.Node, per_token: int | None = None) -> TokenRows:
         """Return the kind of an argument that has rows.
@@ -115,20 +115,20 @@ class DispatchRegion:
             return None
         kind = self.kinds.get(x)
         if kind is None:
-            made = _made_memory(x, self.tokens)
-            if made is None or made.per_token != per_token:
+            memory = _made_memory(x, self.tokens)
+            if memory is None or memory.per_token != per_token:
                 return None
             for source in tensors_read(x):
                 self.rows(source, per_token)
-            kind = Fresh(per_token, made.ascending, made.zero)
+            kind = Fresh(per_token, memory.ascending, memory.zero)
             self.kinds[x] = kind
             self.moved[x] = None
         return kind if isinstance(kind, Fresh) and kind.per_token == per_token else None
 
     def zeros(self, x: fx.Node) -> bool:
         """Tell whether x is zeros made without a tensor; take these in as a sum."""
-        made = _made_memory(x, self.tokens)
-        if x in self.kinds or made is None or not made.zero or tensors_read(x):
+        memory = _made_memory(x, self.tokens)
+        if x in self.kinds or memory is None or not memory.zero or tensors_read(x):
             return False
         self.kinds[x] = SumOfTokens()
         self.moved[x] = None
@@ -147,8 +147,8 @@ class DispatchRegion:
             self._counting.setdefault(call.arguments["input"], set()).add(x)
             x = call.arguments["input"]
             signed = signed and fake_value(x).dtype.is_signed
-        known = self._not_counted.get(x, nothing)
-        if x in self.row_arguments and signed and known == nothing:
+        neutral = self._not_counted.get(x, nothing)
+        if x in self.row_arguments and signed and neutral == nothing:
             self._not_counted[x] = nothing
         else:
             self._not_counted = None
@@ -246,8 +246,8 @@ def _made_memory(node: fx.Node, tokens: Size) -> Fresh | None:
     call = canonical_call(node)
     if call.overload is torch.ops.aten.arange.default:
         return Fresh(times(value.shape[0], tokens), ascending=True)
-    known = ("empty", "zeros", "new_empty", "new_zeros", "empty_like", "zeros_like")
-    if call.name not in known or not value.ndim:
+    names = ("empty", "zeros", "new_empty", "new_zeros", "empty_like", "zeros_like")
+    if call.name not in names or not value.ndim:
         return None
     return Fresh(times(value.shape[0], tokens), zero="zeros" in call.name)
 
@@ -259,7 +259,7 @@ def _is_result(kind: Kinds) -> bool:
 
 def _each(value: Any, kind: Any) -> Kinds:
     if isinstance(value, Tensor):
-        found: Kind = kind(value)
-        return found
+        value_kind: Kind = kind(value)
+        return value_kind
     need(isinstance(value, tuple | list))
     return tuple(kind(x) for x in value)

@@ -37,11 +37,11 @@ def sort(region: DispatchRegion, node: fx.Node) -> Kinds:
     keys, descending = given(node)["input"], given(node)["descending"]
     value = fake_value(keys)
     need(value.ndim == 1 and not value.is_floating_point())
-    known = region.kinds.get(keys)
-    if isinstance(known, Positions):  # the order of an order is the way back
-        need(not known.tokens and spelled(node) == "argsort")
+    key_kind = region.kinds.get(keys)
+    if isinstance(key_kind, Positions):  # the order of an order is the way back
+        need(not key_kind.tokens and spelled(node) == "argsort")
         need(not descending)
-        return WayBack(known.order)
+        return WayBack(key_kind.order)
     kind = region.rows(keys)
     need(kind.order is None)
     order = Order(node, kind.per_token, ascending=descending is False)
@@ -88,10 +88,10 @@ def floor_divide(region: DispatchRegion, node: fx.Node) -> Kinds:
 def select(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of x[index], or of one of several results."""
     source, index = given(node)["input"], given(node)["index"]
-    known = region.kinds.get(source)
-    if isinstance(known, tuple):
+    source_kind = region.kinds.get(source)
+    if isinstance(source_kind, tuple):
         need(isinstance(index, int))
-        one: Kinds = known[index]
+        one: Kinds = source_kind[index]
         return one
     if isinstance(index, tuple) and len(index) == 1:
         (index,) = index
@@ -105,12 +105,12 @@ def _at(region: DispatchRegion, source: fx.Node, index: fx.Node) -> Kinds:
     kind = region.kinds.get(index)
     if isinstance(kind, Positions):
         order = kind.order
-        found = region.rows(source, 1 if kind.tokens else order.rows)
-        need(found.order is None)
+        row_kind = region.rows(source, 1 if kind.tokens else order.rows)
+        need(row_kind.order is None)
         return TokenRows(order.rows, order)
     if isinstance(kind, WayBack):
-        found = region.rows(source)
-        need(found.order is kind.order)
+        row_kind = region.rows(source)
+        need(row_kind.order is kind.order)
         return TokenRows(kind.order.rows)
     need(fake_value(index).ndim == 1)
     need(fake_value(index).dtype in (torch.int64, torch.int32))

@@ -57,17 +57,17 @@ def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
     """
     flows = Flows(fake_mode_of(graph), ctx.mesh.device_type)
     attention = {call.node for call in ctx.findings.calls}
-    found = 0
-    for each in all_graphs(graph):
-        _drop_unread_sizes(each)
-        for seed in list(each.nodes):
+    folded = 0
+    for subgraph in all_graphs(graph):
+        _drop_unread_sizes(subgraph)
+        for seed in list(subgraph.nodes):
             rows = None if seed._erased else _rows(seed)
             if rows is not None:
-                _flatten_tokens(each, fake_value(rows).shape[0])
-                found += _rewrite(each, seed, flows, attention)
-        if each.owning_module is not None:
-            each.owning_module.recompile()
-    return found
+                _flatten_tokens(subgraph, fake_value(rows).shape[0])
+                folded += _rewrite(subgraph, seed, flows, attention)
+        if subgraph.owning_module is not None:
+            subgraph.owning_module.recompile()
+    return folded
 
 
 def _drop_unread_sizes(graph: fx.Graph) -> None:
@@ -85,14 +85,14 @@ def _rows(node: fx.Node) -> fx.Node | None:
     name = spelled(node)
     if name not in _SEEDS:
         return None
-    found = given(node).get("index" if "_add" in name else "input")
-    value = fake_value(found)
-    if not isinstance(found, fx.Node) or not isinstance(value, Tensor):
+    rows = given(node).get("index" if "_add" in name else "input")
+    value = fake_value(rows)
+    if not isinstance(rows, fx.Node) or not isinstance(value, Tensor):
         return None
     repeats = name == "repeat_interleave"
     if value.ndim != (2 if repeats else 1) or (repeats and given(node)["dim"] != 0):
         return None
-    return found
+    return rows
 
 
 def _flatten_tokens(graph: fx.Graph, numel: Size) -> None:
@@ -131,14 +131,14 @@ def _rewrite(
         region.grow(seed, nodes[nodes.index(seed) + 1 :])
         need(any(map(_may_be_experts, region.row_arguments)))
         need(attention.isdisjoint(region.moved))
-        found = region_call(region, "moe_dispatch")
+        call = region_call(region, "moe_dispatch")
     except NotByRows as problem:
         log.debug("%s is left as it is: %s", seed.name, problem)
         if is_symbol(region.tokens):
             text = f"{seed.name} of {region.tokens} tokens is no part of such a call"
             raise LengthNotSymbolic(text) from problem
         return False
-    write_region_call(found, seed)
+    write_region_call(call, seed)
     return True
 
 

@@ -49,30 +49,30 @@ def _not_counted(
     region: DispatchRegion, arguments: tuple[fx.Node, ...]
 ) -> tuple[int | None, ...] | None:
     """Return the numbers of Region.not_counted, one for each argument."""
-    found = region.not_counted()
-    return None if found is None else tuple(map(found.get, arguments))
+    numbers = region.not_counted()
+    return None if numbers is None else tuple(map(numbers.get, arguments))
 
 
-def write_region_call(found: RegionCall, like: fx.Node) -> list[fx.Node]:
+def write_region_call(region: RegionCall, like: fx.Node) -> list[fx.Node]:
     """Write the call of a region; return it and its parts, the results in order.
 
     Calls of the region that nobody reads any more are erased.
     """
-    graph, values = like.graph, tuple(fake_value(x) for x in found.results)
-    with graph.inserting_after(found.last):
-        args = (found.program, *found.arguments)
-        made = insert_call(graph, cp_row_parallel, args, like=like, value=values)
-    written = [made]
-    for index, node in enumerate(found.results):
+    graph, values = like.graph, tuple(fake_value(x) for x in region.results)
+    with graph.inserting_after(region.last):
+        args = (region.program, *region.arguments)
+        call = insert_call(graph, cp_row_parallel, args, like=like, value=values)
+    written = [call]
+    for index, node in enumerate(region.results):
         with graph.inserting_after(written[-1]):
             part = insert_call(
-                graph, operator.getitem, (made, index), like=node, value=values[index]
+                graph, operator.getitem, (call, index), like=node, value=values[index]
             )
         written.append(part)
         node.replace_all_uses_with(
-            part, delete_user_cb=lambda user: user not in found.inside
+            part, delete_user_cb=lambda user: user not in region.inside
         )
-    for node in reversed(found.inside):
+    for node in reversed(region.inside):
         if not node.users:
             graph.erase_node(node)
     return written

@@ -89,13 +89,13 @@ def _copied(
         symbols.append(_input(graph, x))
         return symbols[-1]
 
-    made = graph.node_copy(node, argument)
+    copied = graph.node_copy(node, argument)
     if size is not None:
-        _scale(made, rows, per_token, size)
+        _scale(copied, rows, per_token, size)
     for x in symbols:
         need(not x.users)  # it is more to the call than its first size
         graph.erase_node(x)
-    return made
+    return copied
 
 
 def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: Size) -> None:
@@ -106,9 +106,9 @@ def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: Size) -> None:
     """
     call = canonical_call(node)
     name = _SIZES.get(call.name, "")
-    given: Any = call.arguments.get(name)
-    several = isinstance(given, list | tuple)
-    sizes = list(given) if several else [given]
+    size_argument: Any = call.arguments.get(name)
+    several = isinstance(size_argument, list | tuple)
+    sizes = list(size_argument) if several else [size_argument]
     if call.name == "unflatten" and call.arguments["dim"] != 0:
         return
     if -1 in sizes and call.name in ("view", "reshape", "unflatten"):
@@ -159,15 +159,19 @@ def _try(
         except Exception as error:  # whatever a call does with such sizes
             check_refusal(error, "experts on another number of rows")
             raise NotByRows(str(error)) from error
-    for node, made in inner.items():
+    for node, copied in inner.items():
         if node in region.kinds and spelled(node) != "setitem":
             _check(
-                region.kinds[node], fake_value(node), values[made], region.tokens, here
+                region.kinds[node],
+                fake_value(node),
+                values[copied],
+                region.tokens,
+                here,
             )
 
 
-def _check(kind: Kinds, known: Any, found: Any, tokens: Size, here: int) -> None:
-    pairs = zip(pytree.tree_leaves(known), pytree.tree_leaves(found), strict=True)
+def _check(kind: Kinds, original: Any, computed: Any, tokens: Size, here: int) -> None:
+    pairs = zip(pytree.tree_leaves(original), pytree.tree_leaves(computed), strict=True)
     for before, after in pairs:
         fixed = isinstance(kind, SumOfTokens | Counts | Ends)
         size = before.shape[0] if fixed else times(before.shape[0], tokens) * (here + 3)

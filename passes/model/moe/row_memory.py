@@ -64,6 +64,6 @@ def add_at(region: DispatchRegion, node: fx.Node) -> Kinds:
     kind = region.rows(rows)
     need(kind.order is where.order)
     per_token = 1 if where.tokens else where.order.rows
-    made = region.fresh(base, per_token)
-    need(made is not None and made.zero)
+    memory = region.fresh(base, per_token)
+    need(memory is not None and memory.zero)
     return TokenRows(per_token)

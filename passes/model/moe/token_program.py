@@ -60,10 +60,10 @@ def row_program_of(node: fx.Node) -> RowProgram | None:
 def cp_row_parallel(program: RowProgram, *args: Tensor) -> Any:
     """Run a program on the rows of this rank, or on all rows of plain tensors."""
     of_rows = [x for x, has in zip(args, program.arguments, strict=True) if has]
-    given = [x for x in of_rows if isinstance(x, DTensor)]
-    if not given:
+    dtensors = [x for x in of_rows if isinstance(x, DTensor)]
+    if not dtensors:
         return program.run(of_rows[0].shape[0], *args)
-    mesh, placements = given[0].device_mesh, _row_placements(given)
+    mesh, placements = dtensors[0].device_mesh, _row_placements(dtensors)
     local = [
         _local(x, mesh, placements, has)
         for x, has in zip(args, program.arguments, strict=True)
@@ -79,7 +79,7 @@ def cp_row_parallel(program: RowProgram, *args: Tensor) -> Any:
     return pytree.tree_unflatten(placed, spec)
 
 
-def _row_placements(given: list[DTensor]) -> tuple[Placement, ...]:
+def _row_placements(dtensors: list[DTensor]) -> tuple[Placement, ...]:
     """Return how rows are split in the argument that most mesh axes split."""
 
     def rows(x: DTensor) -> tuple[Placement, ...]:
@@ -90,7 +90,8 @@ def _row_placements(given: list[DTensor]) -> tuple[Placement, ...]:
         )
 
     return max(
-        map(rows, given), key=lambda found: sum(not p.is_replicate() for p in found)
+        map(rows, dtensors),
+        key=lambda placements: sum(not p.is_replicate() for p in placements),
     )
 
 

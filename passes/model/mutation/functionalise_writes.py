@@ -56,8 +56,8 @@ def functionalise_writes(graph: fx.Graph, ctx: Context) -> int:
     functions that wrote.
     """
     return sum(
-        _Writes(each).rewrite() + functionalise_bodies(each)
-        for each in all_graphs(graph)
+        _Writes(subgraph).rewrite() + functionalise_bodies(subgraph)
+        for subgraph in all_graphs(graph)
     )
 
 
@@ -99,20 +99,20 @@ class _Writes:
         calls = [x for x in graph.nodes if x.op in ("call_function", "call_method")]
         self.writes = {x for x in calls if is_in_place(x)}
         self.views = {x for x in calls if x not in self.writes and self._is_view(x)}
-        others = [x for x in calls if x not in self.writes | self.views]
+        other_calls = [x for x in calls if x not in self.writes | self.views]
         # Only the strides of the whole tensor would tell, which DTensor hides.
-        self.unclear = {x for x in others if self.distributed and view_of(x)}
+        self.unclear = {x for x in other_calls if self.distributed and view_of(x)}
 
     def rewrite(self) -> int:
         """Rewrite the writes that other names see; return their number."""
-        found = 0
+        rewritten = 0
         for node in list(self.graph.nodes):
             self.names[node] = self._name(node)
-            if found and self.names[node].owner is not node:
+            if rewritten and self.names[node].owner is not node:
                 self._refresh(node)
             if node in self.writes:
-                found += self._visit(node)
-        return found
+                rewritten += self._visit(node)
+        return rewritten
 
     def _refresh(self, node: fx.Node) -> None:
         """Update the value of a view, or of a write, of memory that was made anew."""
@@ -126,11 +126,11 @@ class _Writes:
     def _name(self, node: fx.Node) -> _Name:
         """Return what memory a node names; its own, if it is no view."""
         source = node.args[0] if node.args else None
-        known = node in self.writes or node in self.views
-        if not isinstance(source, fx.Node) or not (known or node in self.unclear):
+        is_clear = node in self.writes or node in self.views
+        if not isinstance(source, fx.Node) or not (is_clear or node in self.unclear):
             return _Name(node, node, ())
         name = self.names[source]
-        if name.views is None or not known:
+        if name.views is None or not is_clear:
             return _Name(node, name.owner, None)
         views = (node,) if node in self.views else ()
         return _Name(node, name.owner, (*name.views, *views))
@@ -145,8 +145,8 @@ class _Writes:
         if isinstance(before, tuple | list):
             return spelled(node) == "getitem" and self._is_view(source)
         if self.distributed or isinstance(value, tuple | list):
-            known = view_of(node) is source and isinstance(before, Tensor)
-            return known and self._is_always_view(node)
+            is_view = view_of(node) is source and isinstance(before, Tensor)
+            return is_view and self._is_always_view(node)
         return storage(node) is not None and storage(node) == storage(source)
 
     def _is_always_view(self, node: fx.Node) -> bool:
@@ -182,11 +182,11 @@ class _Writes:
             self.newest[name.owner] = base
         order = {node: index for index, node in enumerate(self.graph.nodes)}
         later: dict[fx.Node, list[fx.Node]] = {}
-        for each in self.names.values():
-            if each.owner is name.owner and each.node not in (base, write):
-                users = [x for x in each.node.users if order[x] > order[write]]
-                if users and isinstance(fake_value(each.node), Tensor):
-                    later[each.node] = users
+        for alias in self.names.values():
+            if alias.owner is name.owner and alias.node not in (base, write):
+                users = [x for x in alias.node.users if order[x] > order[write]]
+                if users and isinstance(fake_value(alias.node), Tensor):
+                    later[alias.node] = users
         if not later or any(self.names[x].views is None for x in later):
             return False
         log.debug("%s: others read what it writes: %s", write.name, list(later))

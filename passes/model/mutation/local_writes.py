@@ -74,36 +74,36 @@ def written(whole: Tensor, part: Any, steps: Sequence[ViewStep]) -> Tensor:
 
 
 def local_write(
-    known: GraphValues, whole: fx.Node, part: Any, steps: Sequence[ViewStep]
+    graph_values: GraphValues, whole: fx.Node, part: Any, steps: Sequence[ViewStep]
 ) -> NewCall | None:
     """Return a call that writes on each rank by itself; None if ranks cannot."""
-    value, given = known.value(whole), known.value(part)
+    value, part_value = graph_values.value(whole), graph_values.value(part)
     if not isinstance(value, DTensor) or any(p.is_partial() for p in value.placements):
         return None
     if not any(p.is_shard() for p in value.placements) or _reads_nodes(steps):
         return None
-    if isinstance(part, fx.Node) and not isinstance(given, Tensor):
+    if isinstance(part, fx.Node) and not isinstance(part_value, Tensor):
         return None
 
     def view(x: Any) -> Any:
         return viewed(x, steps)
 
     # Asked as if no size were a symbol: what fails then is gathered, not compiled anew.
-    found, problem = Trial(known.trial.fake_mode).run(view, (value,), {})
-    if problem is not None or not isinstance(found, DTensor):
+    view_value, problem = Trial(graph_values.trial.fake_mode).run(view, (value,), {})
+    if problem is not None or not isinstance(view_value, DTensor):
         return None
-    kept = [p.is_shard() for p in found.placements]
-    if kept != [p.is_shard() for p in value.placements]:
+    sharded_axes = [p.is_shard() for p in view_value.placements]
+    if sharded_axes != [p.is_shard() for p in value.placements]:
         return None
     try:
         local = view(value.to_local())
     except (RuntimeError, IndexError):  # an index of the whole, beyond the part
         return None
-    if local.shape != found.to_local().shape:
+    if local.shape != view_value.to_local().shape:
         return None
-    if isinstance(given, Tensor) and not isinstance(given, DTensor):
-        part = NewCall(cp_replicate, (part, known.on))
-    return NewCall(cp_local_write, (whole, part, found.placements, *steps))
+    if isinstance(part_value, Tensor) and not isinstance(part_value, DTensor):
+        part = NewCall(cp_replicate, (part, graph_values.on))
+    return NewCall(cp_local_write, (whole, part, view_value.placements, *steps))
 
 
 def cp_local_write(
@@ -129,7 +129,7 @@ def cp_local_write(
 
 def _reads_nodes(steps: Sequence[ViewStep]) -> bool:
     """Tell whether an index is a tensor of the graph, or a size."""
-    found: list[fx.Node] = []
+    nodes: list[fx.Node] = []
     for step in steps:
-        fx.node.map_arg((step.args, step.kwargs), found.append)
-    return bool(found)
+        fx.node.map_arg((step.args, step.kwargs), nodes.append)
+    return bool(nodes)

@@ -47,15 +47,15 @@ def write_rows(
             [*A, 1, *R] or a number.
         accumulate: add the rows to what is there.
     """
-    others = x.ndim - dim - mask.ndim
-    where = mask[(..., *[None] * others)]
+    row_ndim = x.ndim - dim - mask.ndim
+    where = mask[(..., *[None] * row_ndim)]
     if isinstance(value, Tensor):
         value = value.to(x.dtype)
         if numbers is not None:
-            value = _rows(value, _number_each(numbers, mask, value), others)
-        elif value.ndim > others:
+            value = _rows(value, _number_each(numbers, mask, value), row_ndim)
+        elif value.ndim > row_ndim:
             for _ in range(mask.ndim - 1):
-                value = value.unsqueeze(-1 - others)
+                value = value.unsqueeze(-1 - row_ndim)
     return torch.where(where, x + value if accumulate else value, x)
 
 
@@ -79,13 +79,13 @@ def _number_each(numbers: Tensor, mask: Tensor, value: Tensor) -> Tensor:
     return before % max(value.shape[0], 1)
 
 
-def _rows(value: Tensor, numbers: Tensor, others: int) -> Tensor:
+def _rows(value: Tensor, numbers: Tensor, row_ndim: int) -> Tensor:
     """Take rows by number: [*A, rows, *R] at numbers [*M] -> [*A, *M, *R].
 
-    R are `others` dimensions. Rows are read by the call that looks up embeddings: its
+    R are `row_ndim` dimensions. Rows are read by the call that looks up embeddings: its
     gradient is a sum over all entries.
     """
-    dim = value.ndim - others - 1
+    dim = value.ndim - row_ndim - 1
     first = value.movedim(dim, 0)
     rest = first.shape[1:]
     if not statically_known_true(first.shape[0] > 0):  # the look-up needs a row
@@ -96,14 +96,14 @@ def _rows(value: Tensor, numbers: Tensor, others: int) -> Tensor:
     return result.movedim(list(range(numbers.ndim)), targets)
 
 
-def placed_rows(known: GraphValues, node: fx.Node, base: Any) -> Propagate:
+def placed_rows(graph_values: GraphValues, node: fx.Node, base: Any) -> Propagate:
     """Decide on a masked write to `base`: its operands are placed as `base` needs."""
     arguments: tuple[Any, ...] = node.args[1:]
-    return rows_written(known, base, *arguments)
+    return rows_written(graph_values, base, *arguments)
 
 
 def rows_written(
-    known: GraphValues,
+    graph_values: GraphValues,
     base: fx.Node,
     mask: fx.Node,
     numbers: fx.Node | None,
@@ -115,32 +115,32 @@ def rows_written(
 
     Every rank writes what lies in its part.
     """
-    axis, ranks = known.ctx.axis, known.ctx.mesh.ndim
-    before = known.value(base)
+    axis, ranks = graph_values.ctx.axis, graph_values.ctx.mesh.ndim
+    before = graph_values.value(base)
     placements: list[Placement] = [Replicate()] * ranks
     if isinstance(before, DTensor):
         placements = list(before.placements)
     whole: fx.Node | NewCall = base
-    tokens = known.sequence_dims.get(base)
+    tokens = graph_values.sequence_dims.get(base)
     if tokens is not None and placements[axis].is_replicate():
         placements[axis] = tokens.placement
-        whole = NewCall(cp_place, (base, known.on, tuple(placements)))
+        whole = NewCall(cp_place, (base, graph_values.on, tuple(placements)))
     elif not isinstance(before, DTensor):
-        whole = NewCall(cp_replicate, (base, known.on))
+        whole = NewCall(cp_replicate, (base, graph_values.on))
 
     def cut(x: fx.Node | None) -> Any:
-        if x is None or not _is_whole(known.value(x)):
+        if x is None or not _is_whole(graph_values.value(x)):
             return x
-        ndim = known.value(x).ndim
+        ndim = graph_values.value(x).ndim
         moved = [_moved(p, dim, ndim) for p in placements]
-        return NewCall(cp_place, (x, known.on, tuple(moved)))
+        return NewCall(cp_place, (x, graph_values.on, tuple(moved)))
 
     if isinstance(value, fx.Node) and numbers is not None:
-        of_rows = known.value(value)
+        of_rows = graph_values.value(value)
         split = (
             isinstance(of_rows, DTensor) and not of_rows.placements[axis].is_replicate()
         )
-        value = NewCall(cp_whole_keys, (value, known.on)) if split else value
+        value = NewCall(cp_whole_keys, (value, graph_values.on)) if split else value
     args = (whole, cut(mask), cut(numbers), value, dim, accumulate)
     return Propagate(NewCall(write_rows, args))
 

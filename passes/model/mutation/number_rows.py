@@ -320,9 +320,9 @@ class _Numbered:
             numbers = None
             if write.numbered:
                 ndim = fake_value(mask).ndim
-                others = fake_value(base).ndim - index.dim - ndim
+                row_ndim = fake_value(base).ndim - index.dim - ndim
                 shape = fake_value(value).shape
-                rows = self._size(value, len(shape) - others - 1)
+                rows = self._size(value, len(shape) - row_ndim - 1)
                 numbers = self._call(
                     _NUMBERS,
                     mask,

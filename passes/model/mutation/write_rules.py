@@ -37,7 +37,7 @@ from .masked_rows import placed_rows, rows_written, write_rows_
 from .number_rows import masked_index
 
 
-def in_place(known: GraphValues, node: fx.Node) -> Decision:
+def in_place(graph_values: GraphValues, node: fx.Node) -> Decision:
     """Decide on an in-place call on a DTensor: it becomes functional, on a copy.
 
     DTensor refuses some of these calls and loses writes through a view of the sharded
@@ -54,33 +54,35 @@ def in_place(known: GraphValues, node: fx.Node) -> Decision:
             "that returns a new tensor: leave out= away"
         )
     if not isinstance(base, fx.Node) or not _is_first(node, base):
-        given = ", ".join(x.name for x in written_by(node)) or "no tensor"
+        written_names = ", ".join(x.name for x in written_by(node)) or "no tensor"
         raise RewriteError(
-            f"{node.name} at {where(node)} writes into {given}; needed an operator "
-            "that writes into its first argument alone and returns nothing else, or "
+            f"{node.name} at {where(node)} writes into {written_names}; needed an "
+            "operator that writes into its first argument alone and returns nothing else, or "
             "one that returns new tensors: register it with mutates_args=()"
         )
-    if _is_memory_of_caller(known, base):
-        return Plain(_on_gathered(known, node))
-    if is_kept(known, base):
-        return kept_write(known, node, base)
-    _refuse_aliases(known, node, base)
+    if _is_memory_of_caller(graph_values, base):
+        return Plain(_on_gathered(graph_values, node))
+    if is_kept(graph_values, base):
+        return kept_write(graph_values, node, base)
+    _refuse_aliases(graph_values, node, base)
     if node.target is write_rows_:
-        return _or_fallback(known, node, base, placed_rows(known, node, base))
-    function = Callee(known.callable(node))
+        return _or_fallback(
+            graph_values, node, base, placed_rows(graph_values, node, base)
+        )
+    function = Callee(graph_values.callable(node))
     copied: fx.Node | NewCall = base
-    if not isinstance(known.values[base], DTensor):
-        copied = NewCall(cp_replicate, (base, known.on))
+    if not isinstance(graph_values.values[base], DTensor):
+        copied = NewCall(cp_replicate, (base, graph_values.on))
     call = NewCall(cp_functional, (copied, function, *node.args[1:]), node.kwargs)
     if spelled(node) != "setitem":
-        return _or_fallback(known, node, base, Propagate(call))
+        return _or_fallback(graph_values, node, base, Propagate(call))
     _, index, part = node.args
     masked = masked_index(base, index)
     if masked is not None and masked.basic is None and not isinstance(part, fx.Node):
-        written = rows_written(known, base, masked.mask, None, part, masked.dim)
-        return _or_fallback(known, node, base, written)
+        written = rows_written(graph_values, base, masked.mask, None, part, masked.dim)
+        return _or_fallback(graph_values, node, base, written)
     local = local_write(
-        known, base, part, [ViewStep(Callee(operator.getitem), (index,))]
+        graph_values, base, part, [ViewStep(Callee(operator.getitem), (index,))]
     )
     if local is not None:
         return Write(base, Replace(local))
@@ -89,14 +91,14 @@ def in_place(known: GraphValues, node: fx.Node) -> Decision:
 
 
 def _or_fallback(
-    known: GraphValues, node: fx.Node, base: fx.Node, decision: Propagate
+    graph_values: GraphValues, node: fx.Node, base: fx.Node, decision: Propagate
 ) -> Write:
-    problem = known.ctx.findings.fallback_calls.get(origin(node) or "")
+    problem = graph_values.ctx.findings.fallback_calls.get(origin(node) or "")
     return Write(base, FallBack(problem, decision.call) if problem else decision)
 
 
 def write_part(
-    known: GraphValues, node: fx.Node, steps: Sequence[ViewStep]
+    graph_values: GraphValues, node: fx.Node, steps: Sequence[ViewStep]
 ) -> Decision:
     """Decide on a call that puts a part into a tensor where views lead.
 
@@ -104,7 +106,7 @@ def write_part(
     """
     whole, part, *_ = node.args
     assert isinstance(whole, fx.Node)
-    local = local_write(known, whole, part, steps)
+    local = local_write(graph_values, whole, part, steps)
     if local is None:
         return Write(whole, FallBack("DTensor loses writes through a view"))
     return Write(whole, Replace(local))
@@ -115,34 +117,36 @@ def _is_first(node: fx.Node, base: fx.Node) -> bool:
     return written_by(node) == [base] and (not node.users or result_is_argument(node))
 
 
-def _is_memory_of_caller(known: GraphValues, base: fx.Node) -> bool:
+def _is_memory_of_caller(graph_values: GraphValues, base: fx.Node) -> bool:
     """Tell whether a plain tensor lies in an argument of the graph.
 
     It may be a cache, for example, that is a buffer.
     """
-    if isinstance(known.values[base], DTensor):
+    if isinstance(graph_values.values[base], DTensor):
         return False
-    memory = known.storages.get(base)
+    memory = graph_values.storages.get(base)
     inputs = base.graph.find_nodes(op="placeholder")
-    return memory is not None and memory in {known.storages.get(x) for x in inputs}
+    return memory is not None and memory in {
+        graph_values.storages.get(x) for x in inputs
+    }
 
 
-def _on_gathered(known: GraphValues, node: fx.Node) -> NewCall:
+def _on_gathered(graph_values: GraphValues, node: fx.Node) -> NewCall:
     """Make the call on gathered tensors: every rank writes all, as one device would."""
 
     def gathered(x: fx.Node) -> fx.Node | NewCall:
-        distributed = isinstance(known.values[x], DTensor)
+        distributed = isinstance(graph_values.values[x], DTensor)
         return NewCall(cp_gather, (x,)) if distributed else x
 
     return with_inputs(node, gathered)
 
 
-def _refuse_aliases(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
+def _refuse_aliases(graph_values: GraphValues, node: fx.Node, base: fx.Node) -> None:
     """Raise RewriteError if the written memory is read through another name later."""
-    written = known.storages.get(base)
+    written = graph_values.storages.get(base)
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     for other in node.graph.nodes:
-        same = written is not None and known.storages.get(other) == written
+        same = written is not None and graph_values.storages.get(other) == written
         if other is node or not same or order[other] > order[node]:
             continue
         if other.op in ("placeholder", "get_attr"):
@@ -163,9 +167,9 @@ def _refuse_aliases(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
             )
 
 
-def refuse_lost_writes(known: GraphValues, node: fx.Node, problem: str) -> None:
+def refuse_lost_writes(graph_values: GraphValues, node: fx.Node, problem: str) -> None:
     """Raise RewriteError for a call that would write to a gathered copy."""
-    leaves = pytree.tree_leaves(known.value((node.args, node.kwargs)))
+    leaves = pytree.tree_leaves(graph_values.value((node.args, node.kwargs)))
     written = problem.leaves if isinstance(problem, WritesArguments) else ()
     if any(isinstance(leaves[number], DTensor) for number in written):
         raise RewriteError(

@@ -51,13 +51,13 @@ def align_operands(graph: fx.Graph, ctx: Context) -> int:
 
     Raises: LengthNotSymbolic if a batch dimension is a symbol.
     """
-    left = inside_transforms(graph)  # where dimensions have another meaning
-    calls = [x for x in all_nodes(graph) if is_attention(x) and x not in left]
+    transformed = inside_transforms(graph)  # where dimensions have another meaning
+    calls = [x for x in all_nodes(graph) if is_attention(x) and x not in transformed]
     forms = {node: _common_sizes(node) for node in calls if left_alone(node) is None}
-    others = [(n, f) for n, f in forms.items() if f is not None and not _has(n, f)]
-    for node, form in others:
+    unaligned = [(n, f) for n, f in forms.items() if f is not None and not _has(n, f)]
+    for node, form in unaligned:
         _align(node, form)
-    return len(others)
+    return len(unaligned)
 
 
 def _has(node: fx.Node, form: _CommonSizes) -> bool:
@@ -101,14 +101,14 @@ def _padded(shape: torch.Size, ndim: int) -> Shape:
 
 
 def _align(node: fx.Node, form: _CommonSizes) -> None:
-    given, result = canonical_call(node).arguments, fake_value(node)
+    arguments, result = canonical_call(node).arguments, fake_value(node)
     with node.graph.inserting_before(node):
         for name in ("query", "key", "value"):
             heads = form.heads if name == "query" else form.kv_heads
-            set_argument(node, name, _aligned(given[name], form, heads, node))
+            set_argument(node, name, _aligned(arguments[name], form, heads, node))
         mask = _mask(node)
         if mask is not None and mask.ndim > 3 and len(form.batches) > 1:
-            aligned = _aligned(given["attn_mask"], form, mask.shape[-3], node)
+            aligned = _aligned(arguments["attn_mask"], form, mask.shape[-3], node)
             set_argument(node, "attn_mask", aligned)
     missing = form.ndim - result.ndim
     back: tuple[Callable[..., Tensor], Any] | None = None

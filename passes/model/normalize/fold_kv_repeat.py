@@ -116,21 +116,21 @@ def _moves(source: Dims, target: Dims) -> HeadMoves | None:
 
     Dimensions of size 1 come and go.
     """
-    left = list(range(len(source)))
+    unmatched = list(range(len(source)))
     matched: list[int | None] = []
     for dim in target:
-        found = next((i for i in left if source[i] == dim), None)
-        if found is None and dim:
+        position = next((i for i in unmatched if source[i] == dim), None)
+        if position is None and dim:
             return None
-        if found is not None:
-            left.remove(found)
-        matched.append(found)
-    if any(source[i] for i in left):
+        if position is not None:
+            unmatched.remove(position)
+        matched.append(position)
+    if any(source[i] for i in unmatched):
         return None
-    kept = [i for i in matched if i is not None]
-    order = tuple(sorted(kept).index(i) for i in kept)
-    unsqueezed = tuple(i for i, found in enumerate(matched) if found is None)
-    return HeadMoves(tuple(left), order, unsqueezed)
+    positions = [i for i in matched if i is not None]
+    order = tuple(sorted(positions).index(i) for i in positions)
+    unsqueezed = tuple(i for i, place in enumerate(matched) if place is None)
+    return HeadMoves(tuple(unmatched), order, unsqueezed)
 
 
 def _unrepeated(repeat: KVRepeat, call: fx.Node) -> fx.Node:

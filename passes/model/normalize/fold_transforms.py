@@ -53,16 +53,16 @@ def fold_transforms(graph: fx.Graph, ctx: Context) -> int:
     """
     regions = [
         region
-        for each in all_graphs(graph)
-        for region in transforms(each)
+        for subgraph in all_graphs(graph)
+        for region in transforms(subgraph)
         if not ctx.findings.mask_rows.keys() & set(region)
         and any(map(_is_float, _read(region)))
     ]
     for region in regions:
-        found = [call for call in ctx.findings.calls if call.node in region]
+        calls = [call for call in ctx.findings.calls if call.node in region]
         reason = None
-        if found:
-            reason = f"attention at {where(found[0].node)}: {found[0].obstacle}"
+        if calls:
+            reason = f"attention at {where(calls[0].node)}: {calls[0].obstacle}"
         if reason is not None and ctx.strict:
             raise RewriteError(reason)
         folded = _fold(region)
@@ -87,23 +87,23 @@ def _fold(region: list[fx.Node]) -> fx.Node:
     """Replace a region by one call after it; return that call."""
     graph, inside, last = region[0].graph, set(region), region[-1]
     read = _read(region)
-    given = [node for node in region if not node.users.keys() <= inside]
+    outputs = [node for node in region if not node.users.keys() <= inside]
     body = fx.Graph()
     copies = {node: body.placeholder(node.name) for node in read}
     for node in region:
         copies[node] = body.node_copy(node, copies.__getitem__)
-    body.output(tuple(copies[node] for node in given))
+    body.output(tuple(copies[node] for node in outputs))
     owner = graph.owning_module
     assert owner is not None, "Dynamo's graphs belong to a module"
     held = HeldGraph(fx.GraphModule(owner, body))
     written = (node for node in region if _is_written_by_user(node))
     with graph.inserting_after(last):
-        values, like = tuple(fake_value(node) for node in given), next(written, last)
+        values, like = tuple(fake_value(node) for node in outputs), next(written, last)
         folded = insert_call(
             graph, cp_transform, (held, *read), like=like, value=values
         )
     with graph.inserting_after(folded):
-        for number, node in reversed(list(enumerate(given))):
+        for number, node in reversed(list(enumerate(outputs))):
             args, value = (folded, number), fake_value(node)
             part = insert_call(graph, operator.getitem, args, like=node, value=value)
             outside = [user for user in node.users if user not in inside]

@@ -38,15 +38,15 @@ def inline_attention_modules(graph: fx.Graph, ctx: Context) -> int:
         (F.multi_head_attention_forward, F.multi_head_attention_forward),
         (torch._transformer_encoder_layer_fwd, _encoder_layer),
     )
-    found = [
+    calls = [
         (node, body)
         for node in all_nodes(graph)
         for target, body in bodies
         if node.target is target
     ]
-    for node, body in found:
+    for node, body in calls:
         _inline(node, body)
-    return len(found)
+    return len(calls)
 
 
 def _encoder_layer(

@@ -51,16 +51,16 @@ def pad_convolutions(graph: fx.Graph, ctx: Context) -> int:
     return count
 
 
-def convolution(known: GraphValues, node: fx.Node) -> Decision | None:
+def convolution(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Decide on a convolution whose tokens are sharded.
 
     None if they are not, or if it does not give as many tokens as it takes.
     """
     call = _padded(node)
-    value = known.value(canonical_call(node).arguments["input"])
+    value = graph_values.value(canonical_call(node).arguments["input"])
     if call is None or not isinstance(value, DTensor):
         return None
-    placement = value.placements[known.ctx.axis]
+    placement = value.placements[graph_values.ctx.axis]
     first = value.ndim - len(call.args[3])
     if type(placement) is not Shard or placement.dim < first:
         return None
@@ -114,10 +114,10 @@ def _without_pad(node: fx.Node) -> bool:
     if call is None:
         return False
     source = call.args[0]
-    given = canonical_call(source)
-    if given.name != "pad" or given.arguments["mode"] != "constant":
+    pad_call = canonical_call(source)
+    if pad_call.name != "pad" or pad_call.arguments["mode"] != "constant":
         return False
-    pads, value = given.arguments["pad"], given.arguments["value"]
+    pads, value = pad_call.arguments["pad"], pad_call.arguments["value"]
     dims = len(call.args[3])
     if value not in (None, 0) or len(pads) > 2 * dims:
         return False
@@ -127,7 +127,7 @@ def _without_pad(node: fx.Node) -> bool:
     for i in range(len(pads) // 2):
         padding[-1 - i][0] += pads[2 * i]
         padding[-1 - i][1] += pads[2 * i + 1]
-    unpadded = given.arguments["input"]
+    unpadded = pad_call.arguments["input"]
     after, before = (fake_value(x).shape[-dims:] for x in (node, unpadded))
     if not any(map(operator.eq, after, before)):
         return False  # its results are not the tokens'

@@ -55,9 +55,9 @@ class Arranged:
         """
         if {*self.labels} - {*labels}:
             return None
-        kept = [x for x in labels if x in self.labels]
+        own_labels = [x for x in labels if x in self.labels]
         moves: list[Move] = []
-        order = tuple(self.labels.index(x) for x in kept)
+        order = tuple(self.labels.index(x) for x in own_labels)
         if order != tuple(range(len(order))):
             moves.append((torch.permute, (order,)))
         for place, label in enumerate(labels):

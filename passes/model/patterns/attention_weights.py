@@ -69,15 +69,15 @@ def attention_with_weights(graph: fx.Graph) -> Iterator[AttentionWithWeights]:
     """
     for node in all_nodes(graph):
         if spelled(node) in SOFTMAX and read_softmax(node) is None:
-            found = _read(node)
-            if found is not None:
-                yield found
+            attention = _read(node)
+            if attention is not None:
+                yield attention
 
 
-def mark_rows(found: AttentionWithWeights) -> None:
+def mark_rows(attention: AttentionWithWeights) -> None:
     """Mark in the graph which operand is cut, and which are needed whole."""
-    _mark(found.queries, own_queries)
-    for operand in (found.keys, *found.values):
+    _mark(attention.queries, own_queries)
+    for operand in (attention.keys, *attention.values):
         _mark(operand, whole_keys)
 
 
@@ -94,8 +94,8 @@ def _mark(x: Operand, function: Callable[..., Any]) -> None:
 
 
 def _read(softmax: fx.Node) -> AttentionWithWeights | None:
-    given = canonical_call(softmax).arguments
-    source, dim = given.get("input"), given.get("dim")
+    arguments = canonical_call(softmax).arguments
+    source, dim = arguments.get("input"), arguments.get("dim")
     if not isinstance(source, fx.Node) or not isinstance(dim, int):
         return None
     scores = read_scores(source, softmax)
@@ -146,10 +146,10 @@ def _values(weights: Weights, keys: str) -> Iterator[Operand]:
             continue
         sides = _sides(product)
         mine = [labels for x, labels in sides if x is node]
-        others = [(x, labels) for x, labels in sides if x is not node]
+        other_sides = [(x, labels) for x, labels in sides if x is not node]
         if len(mine) != 1:
             continue
-        ((other, labels),) = others
+        ((other, labels),) = other_sides
         label = mine[0][weights.labels.index(keys)]
         if label in product.summed and label in labels:
             yield Operand(user, other, labels.index(label))

@@ -83,8 +83,8 @@ class _Writer:
 
     def write(self) -> bool:
         """Replace the call; returns True if it is written out, False if it is one."""
-        given: tuple[Any, ...] = self.node.args
-        q, k, v, score_mod, block_mask, scale, options, *buffers = given
+        args: tuple[Any, ...] = self.node.args
+        q, k, v, score_mod, block_mask, scale, options, *buffers = args
         self._warn_about(options)
         with self.node.graph.inserting_before(self.node):
             whole = self._write(q, k, v, score_mod, block_mask, scale, *buffers)
@@ -151,9 +151,9 @@ class _Writer:
                 whole = self._whole((q, k, v), scale, visible, packed, 1 in numbers)
         for user, number in zip(list(self.node.users), numbers, strict=True):
             user.replace_all_uses_with((whole or results)[number])
-        kept = () if whole else (results[0],)  # its weights may be read alone
+        protected = () if whole else (results[0],)  # its weights may be read alone
         for node in reversed(self.inserted):
-            if not node.users and node not in kept:
+            if not node.users and node not in protected:
                 self.node.graph.erase_node(node)
         return whole is not None
 
@@ -172,7 +172,7 @@ class _Writer:
         if not can_be_packed(captured):
             return None
         here, there = captured[: len(of_score)], captured[len(of_score) :]
-        given = [
+        captured_specs = [
             (tuple(map(int, x.shape)), x.dtype, x.requires_grad)
             if isinstance(x, torch.Tensor)
             else int(x)
@@ -183,7 +183,7 @@ class _Writer:
             score.code,
             None if mask is None else mask.code,
             len(here),
-            *given,
+            *captured_specs,
         )
         if key not in self.texts:
             self.texts[key] = score_program(score, mask, here, there, fake_value(q))
@@ -214,14 +214,14 @@ class _Writer:
         """Insert one call that has a function of the scores; returns its results."""
         q, k, v = operands
         text, values = packed
-        given = {"scale": scale, "score_mod": text, "values": values}
+        kwargs = {"scale": scale, "score_mod": text, "values": values}
         if visible is not None:
-            given["attn_mask"] = visible
-        found = {0: self.call(plain_attention, q, k, v, **given)}
+            kwargs["attn_mask"] = visible
+        results = {0: self.call(plain_attention, q, k, v, **kwargs)}
         if gives_lse:
-            lse = self.call(log_sum_exp, found[0], q, k, **given)
-            found[1] = self.call(torch.mul, lse, 1 / math.log(2))
-        return found
+            lse = self.call(log_sum_exp, results[0], q, k, **kwargs)
+            results[1] = self.call(torch.mul, lse, 1 / math.log(2))
+        return results
 
     def _weighted(self, weights: fx.Node, v: Any, dtype: torch.dtype) -> fx.Node:
         if fake_value(weights).dtype != dtype:
@@ -246,11 +246,11 @@ class _Writer:
         shape[dim] = -1
         return self.call(torch.reshape, numbers, shape)
 
-    def _inlined(self, function: Any, given: Sequence[Any]) -> fx.Node:
+    def _inlined(self, function: Any, operands: Sequence[Any]) -> fx.Node:
         """Inline a graph that is called on scalars, for tensors of all pairs."""
         module = attribute_value(function)
         values: dict[fx.Node, Any] = dict(
-            zip(module.graph.find_nodes(op="placeholder"), given, strict=True)
+            zip(module.graph.find_nodes(op="placeholder"), operands, strict=True)
         )
         for node in module.graph.nodes:
             if node.op in ("call_function", "call_method"):
@@ -261,14 +261,14 @@ class _Writer:
         (result,) = module.graph.output_node().args
         if isinstance(result, tuple | list):
             (result,) = result
-        found: fx.Node = values[result]
-        return found
+        output: fx.Node = values[result]
+        return output
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert a call, with its fake value."""
         with self.fake_mode:
-            given, named = fx.node.map_aggregate((args, kwargs), fake_value)
-            value = target(*given, **named)
+            fake_args, fake_kwargs = fx.node.map_aggregate((args, kwargs), fake_value)
+            value = target(*fake_args, **fake_kwargs)
         node = insert_call(
             self.node.graph, target, args, like=self.node, value=value, kwargs=kwargs
         )
@@ -277,10 +277,10 @@ class _Writer:
 
     def _warn_about(self, options: Any) -> None:
         """Warn of options that are for torch's own kernel, and not used."""
-        others = sorted(set(options or ()) - _USUAL)
-        if others:
+        unused = sorted(set(options or ()) - _USUAL)
+        if unused:
             warn_once(
-                f"flex_attention at {where(self.node)}: kernel_options {others} are "
+                f"flex_attention at {where(self.node)}: kernel_options {unused} are "
                 "for torch's own kernel, and not used"
             )
 

@@ -68,48 +68,58 @@ def fold_attention_patterns(graph: fx.Graph, ctx: Context) -> int:
     if any(spelled(node) in SOFTMAX for node in all_nodes(graph)):
         release_scores(graph)
     transformed = inside_transforms(graph)
-    found = [x for x in attention_patterns(graph) if x.out not in transformed]
+    written = [x for x in attention_patterns(graph) if x.out not in transformed]
     with_weights = [
         x for x in attention_with_weights(graph) if x.softmax not in transformed
     ]
-    folded = _over_sequences(graph, found, ctx)
+    folded = _over_sequences(graph, written, ctx)
     for call in folded:
         _fold(call)
         log.debug("attention at %s was written by hand", module_path(call.out))
     row_parallel = _over_sequences(graph, with_weights, ctx)
-    for each in row_parallel:
-        mark_rows(each)
+    for attention in row_parallel:
+        mark_rows(attention)
     ctx.findings.row_parallel = [(x.softmax, why_left(x.softmax)) for x in row_parallel]
     parameters = {n for n, x in ctx.inputs.items() if x.kind in PARAMETERS}
     marked = {x.softmax for x in row_parallel}
-    left = [x for x in unmatched_softmaxes(graph, parameters) if x[0] not in marked]
-    if left:
-        others = set(ctx.inputs) - parameters
+    unmatched = [
+        x for x in unmatched_softmaxes(graph, parameters) if x[0] not in marked
+    ]
+    if unmatched:
+        activations = set(ctx.inputs) - parameters
         dims = SequenceDims(graph, [], fake_mode_of(graph), ctx.mesh, ctx.axis)
-        for node, why in left:
-            if is_over_sequence(node, dims, others):
+        for node, why in unmatched:
+            if is_over_sequence(node, dims, activations):
                 ctx.findings.unmatched_attention.append((node, why))
             else:
                 ctx.findings.other_softmaxes.append(node)
     return len(folded) + len(row_parallel)
 
 
-def _over_sequences(graph: fx.Graph, found: list[_Read], ctx: Context) -> list[_Read]:
+def _over_sequences(
+    graph: fx.Graph, attentions: list[_Read], ctx: Context
+) -> list[_Read]:
     """Keep attention over the sequence that is sharded, if it is known which one is."""
-    if not found:
+    if not attentions:
         return []
-    given = {n: x for n, x in ctx.inputs.items() if x.kind not in PARAMETERS}
+    activations = {n: x for n, x in ctx.inputs.items() if x.kind not in PARAMETERS}
     sharded = {
         InputDim(node, x.dim)
-        for node, x in given.items()
+        for node, x in activations.items()
         if x.kind is InputKind.FULL and x.dim is not None
     }
-    for node, x in given.items():
+    for node, x in activations.items():
         placement = x.placements[ctx.axis] if x.kind is InputKind.DTENSOR else None
         if isinstance(placement, Shard):
             sharded.add(InputDim(node, placement.dim))
     calls = over_sequences(
-        graph, found, fake_mode_of(graph), ctx.mesh, ctx.axis, set(given), sharded
+        graph,
+        attentions,
+        fake_mode_of(graph),
+        ctx.mesh,
+        ctx.axis,
+        set(activations),
+        sharded,
     )
     return [x for x in calls if not isinstance(x, AttentionPattern) or _can_fold(x)]
 

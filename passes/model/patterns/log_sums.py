@@ -26,24 +26,31 @@ def gives_log_sum(scores: Scores, sums: tuple[fx.Node, ...], dim: int) -> bool:
     under a bias either: rows are shifted, Note [Rows of low numbers].
     """
     added = scores.shifted or any(t.kind == "add" or t.low for t in scores.terms)
-    given = canonical_call(sums[0]).arguments
-    over = given["dim"] if isinstance(given["dim"], int) else given["dim"][0]
+    arguments = canonical_call(sums[0]).arguments
+    over = (
+        arguments["dim"] if isinstance(arguments["dim"], int) else arguments["dim"][0]
+    )
     same = over % len(scores.shape) == dim % len(scores.shape)
-    plain = not (added or scores.sinks or scores.regroupings or given["keepdim"])
+    plain = not (added or scores.sinks or scores.regroupings or arguments["keepdim"])
     return plain and same and len(sums) == 1
 
 
-def with_log_sum(found: AttentionPattern, lse: fx.Node) -> AttentionPattern | None:
+def with_log_sum(attention: AttentionPattern, lse: fx.Node) -> AttentionPattern | None:
     """Add a log-sum-exp to the attention that gives it.
 
     None if it is not [B, H, tokens], or is read before the attention is there.
     """
-    q, k, v = (x.value.shape for x in (found.q, found.k, found.v))
+    q, k, v = (x.value.shape for x in (attention.q, attention.k, attention.v))
     if len(q) != 4 or q[:2] != k[:2] or k[:2] != v[:2]:
         return None
-    if fake_value(lse).shape != q[:3] or found.labels[:-1] != found.q.labels[:-1]:
+    if (
+        fake_value(lse).shape != q[:3]
+        or attention.labels[:-1] != attention.q.labels[:-1]
+    ):
         return None
-    before = takewhile(lambda node: node is not found.out, found.out.graph.nodes)
+    before = takewhile(
+        lambda node: node is not attention.out, attention.out.graph.nodes
+    )
     if not lse.users.keys().isdisjoint(before):
         return None
-    return replace(found, lse=lse)
+    return replace(attention, lse=lse)

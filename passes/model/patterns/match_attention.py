@@ -62,15 +62,19 @@ def attention_patterns(graph: fx.Graph) -> Iterator[AttentionPattern]:
     """Yield every attention of a graph and its checkpoint regions that can be read."""
     for node in all_nodes(graph):
         if spelled(node) in SOFTMAX:
-            found = read_softmax(node)
-            if found is not None:
-                yield found
+            attention = read_softmax(node)
+            if attention is not None:
+                yield attention
 
 
 def read_softmax(softmax: fx.Node) -> AttentionPattern | None:
     """Read the attention that a softmax is a part of; None if it cannot be read."""
-    given = canonical_call(softmax).arguments
-    source, dim, dtype = given.get("input"), given.get("dim"), given.get("dtype")
+    arguments = canonical_call(softmax).arguments
+    source, dim, dtype = (
+        arguments.get("input"),
+        arguments.get("dim"),
+        arguments.get("dtype"),
+    )
     if not isinstance(source, fx.Node) or not isinstance(dim, int):
         return None
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
@@ -86,8 +90,12 @@ def read_softmax(softmax: fx.Node) -> AttentionPattern | None:
         (user,) = weights.nodes[-1].users
         product = read_product(user)
         if product is not None:
-            found = _attention(scores, scores.labels[dim], weights, user, product)
-            return found if found is None or not sums else with_log_sum(found, sums[0])
+            attention = _attention(scores, scores.labels[dim], weights, user, product)
+            return (
+                attention
+                if attention is None or not sums
+                else with_log_sum(attention, sums[0])
+            )
         weights = next_weights(weights, user)
     return None
 
@@ -255,12 +263,14 @@ def _values(
         mine, other = other, mine
     if mine.node is other.node:
         return None
-    known = dict(zip(mine.labels, weights.labels, strict=True))
-    new = [x for x in other.labels if x not in known]
-    if len(new) != 1 or [known.get(x) for x in second.summed] != [keys]:
+    label_names = dict(zip(mine.labels, weights.labels, strict=True))
+    new = [x for x in other.labels if x not in label_names]
+    if len(new) != 1 or [label_names.get(x) for x in second.summed] != [keys]:
         return None
-    known[new[0]] = _VALUE
-    raw = untransposed(Arranged(other.node, tuple(known[x] for x in other.labels)))
+    label_names[new[0]] = _VALUE
+    raw = untransposed(
+        Arranged(other.node, tuple(label_names[x] for x in other.labels))
+    )
     last = [x for x in weights.labels if x not in (queries, keys)]
     if queries in raw.labels:
         return None
@@ -276,7 +286,7 @@ def _values(
         return None
     for how in reversed(weights.regroupings):
         v = v.regrouped(how.back)
-    wanted = tuple(known[x] for x in second.out_labels)
+    wanted = tuple(label_names[x] for x in second.out_labels)
     if {*wanted} != {*last, queries, _VALUE}:
         return None
     return v, raw, wanted

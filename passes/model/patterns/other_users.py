@@ -33,15 +33,15 @@ def writes_before(
     None if anything else reads it, or a write comes after its reader.
     """
     writes = [x for x in node.users if _is_statement(x) and written_by(x) == [node]]
-    others = {x for x in node.users if not _reads_nothing(x, node)}
-    if others != {*writes, *readers}:
+    users = {x for x in node.users if not _reads_nothing(x, node)}
+    if users != {*writes, *readers}:
         return None
-    found, at = [], node
+    earlier_writes, at = [], node
     while at is not reader and at.op != "output":
         at = at.next
         if at in writes:
-            found.append(at)
-    return found if len(found) == len(writes) else None
+            earlier_writes.append(at)
+    return earlier_writes if len(earlier_writes) == len(writes) else None
 
 
 def release_scores(graph: fx.Graph) -> None:
@@ -53,8 +53,8 @@ def release_scores(graph: fx.Graph) -> None:
     They would read scores that are gone.
     """
     for node in list(all_nodes(graph)):
-        given = canonical_call(node).arguments
-        source, other = given.get("input"), given.get("other")
+        arguments = canonical_call(node).arguments
+        source, other = arguments.get("input"), arguments.get("other")
         if _is_unread_copy(node):
             node.graph.erase_node(node)
         elif isinstance(other, fx.Node) and _takes_dtype(node, other):
@@ -79,8 +79,8 @@ def _is_unread_copy(node: fx.Node) -> bool:
 
 def _takes_dtype(user: fx.Node, node: fx.Node) -> bool:
     """Tell whether a call is x.type_as(node), on one device."""
-    given = canonical_call(user).arguments if spelled(user) == "to" else {}
-    source, other = given.get("input"), given.get("other")
+    arguments = canonical_call(user).arguments if spelled(user) == "to" else {}
+    source, other = arguments.get("input"), arguments.get("other")
     if other is not node or source is node or not isinstance(source, fx.Node):
         return False
     same: bool = fake_value(source).device == fake_value(node).device
@@ -89,8 +89,8 @@ def _takes_dtype(user: fx.Node, node: fx.Node) -> bool:
 
 def _is_broadcast(user: fx.Node, node: fx.Node) -> bool:
     """Tell whether a call is x.expand_as(node), for calls that would broadcast x."""
-    given = canonical_call(user).arguments if spelled(user) == "expand_as" else {}
-    if given.get("other") is not node or given.get("input") is node:
+    arguments = canonical_call(user).arguments if spelled(user) == "expand_as" else {}
+    if arguments.get("other") is not node or arguments.get("input") is node:
         return False
     return all(
         spelled(x).removesuffix("_") in _BROADCASTING and node in x.all_input_nodes

@@ -44,7 +44,7 @@ _Found = TypeVar("_Found", bound=_Attention)
 
 def over_sequences(
     graph: fx.Graph,
-    found: Iterable[_Found],
+    attentions: Iterable[_Found],
     fake_mode: FakeTensorMode,
     mesh: DeviceMesh,
     axis: int,
@@ -57,17 +57,17 @@ def over_sequences(
     known to be sharded; empty if none is.
     """
     dims = SequenceDims(graph, [], fake_mode, mesh, axis)
-    known: set[Any] = set()
+    settled: set[Any] = set()
     accepted = []
-    for call in found:
-        both = [dims.origins(*x, known) for x in call.tokens[:2]]
+    for call in attentions:
+        both = [dims.origins(*x, settled) for x in call.tokens[:2]]
         if not all(_are_data(x, inputs) for x in both):
             continue
-        reached = {InputDim(*x) for each in both for x in each.nodes}
+        reached = {InputDim(*x) for origins in both for x in origins.nodes}
         if sharded and not (reached & sharded or any(x.is_known for x in both)):
             continue
         accepted.append(call)
-        known.update(*(x.steps for x in both))
+        settled.update(*(x.steps for x in both))
     return accepted
 
 
@@ -75,8 +75,8 @@ def is_over_sequence(
     softmax: fx.Node, dims: SequenceDims, inputs: set[fx.Node]
 ) -> bool:
     """Tell whether the entries that a softmax sums up are tokens of a sequence."""
-    given = canonical_call(softmax).arguments
-    source, dim = given.get("input"), given.get("dim")
+    arguments = canonical_call(softmax).arguments
+    source, dim = arguments.get("input"), arguments.get("dim")
     if not isinstance(source, fx.Node) or not isinstance(dim, int):
         return False
     tokens = dims.origins(source, dim % fake_value(source).ndim, set())

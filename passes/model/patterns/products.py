@@ -34,8 +34,8 @@ class Product:
     @property
     def operands(self) -> tuple[Arranged, Arranged]:
         """Left and right, as they were before they were transposed for the product."""
-        left = untransposed(Arranged(self.left, self.left_labels))
-        return left, untransposed(Arranged(self.right, self.right_labels))
+        lhs = untransposed(Arranged(self.left, self.left_labels))
+        return lhs, untransposed(Arranged(self.right, self.right_labels))
 
     @property
     def summed(self) -> set[str]:
@@ -56,15 +56,15 @@ def untransposed(x: Arranged) -> Arranged:
 
 def read_product(node: fx.Node) -> Product | None:
     """Read the product that a node computes; None if it is none of two tensors."""
-    found = product_map(node)
-    if found is None or spelled(node) == "addmm":
+    call_map = product_map(node)
+    if call_map is None or spelled(node) == "addmm":
         return None
-    (left, left_labels), (right, right_labels), *added = found.operands
-    read = Product(left, right, left_labels, right_labels, found.result)
+    (lhs, lhs_labels), (rhs, rhs_labels), *added = call_map.operands
+    read = Product(lhs, rhs, lhs_labels, rhs_labels, call_map.result)
     if not added:
         return read
-    given = canonical_call(node).arguments
-    beta, alpha = given["beta"], given["alpha"]
+    arguments = canonical_call(node).arguments
+    beta, alpha = arguments["beta"], arguments["alpha"]
     if not isinstance(beta, int | float) or not isinstance(alpha, int | float):
         return None
     if not beta:

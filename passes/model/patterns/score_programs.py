@@ -167,22 +167,22 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _traced(
-    name: str, function: Callable[..., Any], given: Sequence[Tensor]
+    name: str, function: Callable[..., Any], tensors: Sequence[Tensor]
 ) -> str | None:
     """Trace a function to text; None if it has to be traced each time."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     dims = [
         [DimDynamic.DYNAMIC if n > 1 else DimDynamic.STATIC for n in x.shape]
-        for x in given
+        for x in tensors
     ]
     # Hooks of whoever compiles, as of a checkpoint, are not for these.
     hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
     with mode, torch.enable_grad(), hooks:
         fakes = [
             mode.from_tensor(
-                x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=each)
+                x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
             )
-            for x, each in zip(given, dims, strict=True)
+            for x, sizes in zip(tensors, dims, strict=True)
         ]
         traced = make_fx(function, decomposition_table=_simpler())(*fakes)
         if any(map(_writes, traced.graph.nodes)):  # torch's gradient of clamp, say

@@ -29,16 +29,16 @@ LOW = -1024.0  # scores are never as low; what is filled in below it hides a key
 
 
 def read_scores(
-    node: fx.Node, reader: fx.Node, others: tuple[fx.Node, ...] = ()
+    node: fx.Node, reader: fx.Node, more_readers: tuple[fx.Node, ...] = ()
 ) -> Scores | None:
     """Read a node as scores, where `reader` reads it; None if it is none.
 
     Every value on the way has one reader, in addition to calls that write to it before.
-    The last one may have `others`, if it has no writes and no maximum subtracted.
+    The last one may have `more_readers`, if it has no writes and no maximum subtracted.
     """
     shifts = shifts_of(node, reader)
-    writes = writes_before(node, {reader, *shifts[:1], *others}, reader)
-    if others and (shifts or writes):
+    writes = writes_before(node, {reader, *shifts[:1], *more_readers}, reader)
+    if more_readers and (shifts or writes):
         return None
     scores = None if writes is None else _of_call(node)
     for write in writes or ():
@@ -57,22 +57,22 @@ def _of_call(node: fx.Node) -> Scores | None:
     product = read_product(node)
     if product is not None:
         value = fake_value(node)
-        found = Scores(
+        product_scores = Scores(
             product, product.out_labels, tuple(value.shape), product.factor, (node,)
         )
         if product.added is None:
-            return found
-        terms = _added(found, product.added, product.added_factor)
-        return None if terms is None else replace(found, terms=terms)
+            return product_scores
+        terms = _added(product_scores, product.added, product.added_factor)
+        return None if terms is None else replace(product_scores, terms=terms)
     if spelled(node) == "cat":
         return _with_sinks(node)
-    rule, given = _rule(node), canonical_call(node).arguments
+    rule, arguments = _rule(node), canonical_call(node).arguments
     for name in ("input", "other") if rule is not None else ():
-        source = given.get(name)
+        source = arguments.get(name)
         if isinstance(source, fx.Node):
             scores = read_scores(source, node)
             if scores is not None and rule is not None:
-                return rule(scores, node, given, name)
+                return rule(scores, node, arguments, name)
     return None
 
 
@@ -81,12 +81,12 @@ def _is_number(x: Any) -> bool:
 
 
 def _factor(
-    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+    scores: Scores, node: fx.Node, arguments: dict[str, Any], name: str
 ) -> Scores | None:
     """Read scores * c, c * scores or scores / c."""
-    other = given["other" if name == "input" else "input"]
+    other = arguments["other" if name == "input" else "input"]
     divides = spelled(node).startswith("div")
-    if divides and (name != "input" or given.get("rounding_mode") is not None):
+    if divides and (name != "input" or arguments.get("rounding_mode") is not None):
         return None
     value = _number(other)
     if value is None or value == 0:
@@ -101,7 +101,7 @@ def _factor(
 
 
 def _capped(
-    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+    scores: Scores, node: fx.Node, arguments: dict[str, Any], name: str
 ) -> Scores | None:
     if scores.terms or scores.cap or scores.sinks is not None:
         return None
@@ -110,11 +110,11 @@ def _capped(
 
 def _with_sinks(node: fx.Node) -> Scores | None:
     """Read cat([scores, sinks], -1), with one number per head."""
-    given = canonical_call(node).arguments
-    tensors, ndim = given["tensors"], fake_value(node).ndim
+    arguments = canonical_call(node).arguments
+    tensors, ndim = arguments["tensors"], fake_value(node).ndim
     if not isinstance(tensors, list | tuple) or len(tensors) != 2:
         return None
-    if given["dim"] not in (-1, ndim - 1) or fake_value(tensors[1]).ndim != ndim:
+    if arguments["dim"] not in (-1, ndim - 1) or fake_value(tensors[1]).ndim != ndim:
         return None
     scores, column = read_scores(tensors[0], node), fake_value(tensors[1])
     if scores is None or scores.sinks is not None or column.shape[-1] != 1:
@@ -151,13 +151,13 @@ def _is_data(factor: Factor) -> bool:
 
 
 def _plus(
-    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+    scores: Scores, node: fx.Node, arguments: dict[str, Any], name: str
 ) -> Scores | None:
-    other = given["other" if name == "input" else "input"]
+    other = arguments["other" if name == "input" else "input"]
     if not isinstance(other, fx.Node):
         number = _is_number(other)
         return scores.then(node, shifted=True) if number else None
-    factor, alpha = 1.0, given.get("alpha", 1)
+    factor, alpha = 1.0, arguments.get("alpha", 1)
     if spelled(node).startswith("sub"):
         if name != "input":
             return None
@@ -193,21 +193,21 @@ def _broadcast(scores: Scores, value: Tensor) -> DimLabels | None:
 
 
 def _filled(
-    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+    scores: Scores, node: fx.Node, arguments: dict[str, Any], name: str
 ) -> Scores | None:
     """Read scores.masked_fill(hidden, low)."""
     if name != "input":
         return None
-    return _hidden(scores, node, given["mask"], given["value"], "hide")
+    return _hidden(scores, node, arguments["mask"], arguments["value"], "hide")
 
 
 def _chosen(
-    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+    scores: Scores, node: fx.Node, arguments: dict[str, Any], name: str
 ) -> Scores | None:
     """Read where(visible, scores, low), or where(hidden, low, scores)."""
-    other = given["other" if name == "input" else "input"]
+    other = arguments["other" if name == "input" else "input"]
     kind = "show" if name == "input" else "hide"
-    return _hidden(scores, node, given["condition"], other, kind)
+    return _hidden(scores, node, arguments["condition"], other, kind)
 
 
 def _hidden(
@@ -216,10 +216,10 @@ def _hidden(
     number = None if scores.sinks is not None else _number(value)
     if number is None or not number <= LOW or not isinstance(mask, fx.Node):
         return None
-    given = fake_value(mask)
-    if given.dtype != torch.bool:
+    mask_value = fake_value(mask)
+    if mask_value.dtype != torch.bool:
         return None
-    labels = _broadcast(scores, given)
+    labels = _broadcast(scores, mask_value)
     if labels is None:
         return None
     term = Term(kind, mask, labels, len(scores.regroupings), number=number)
@@ -231,8 +231,8 @@ def _number(x: Any) -> float | None:
     if _is_number(fake_value(x)):
         return float(fake_value(x))
     if isinstance(x, fx.Node) and spelled(x) in ("full", "tensor", "scalar_tensor"):
-        given, value = canonical_call(x).arguments, fake_value(x)
-        values = [given.get(name) for name in ("fill_value", "data", "s")]
+        arguments, value = canonical_call(x).arguments, fake_value(x)
+        values = [arguments.get(name) for name in ("fill_value", "data", "s")]
         numbers = [n for n in values if _is_number(n)]
         if len(numbers) == 1 and value.numel() == 1 and value.is_floating_point():
             return float(torch.tensor(numbers[0], dtype=value.dtype))
@@ -240,14 +240,14 @@ def _number(x: Any) -> float | None:
 
 
 def _converted(
-    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+    scores: Scores, node: fx.Node, arguments: dict[str, Any], name: str
 ) -> Scores | None:
     """Read a change of dtype or of memory."""
     return scores.then(node) if fake_value(node).is_floating_point() else None
 
 
 def _regrouped(
-    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+    scores: Scores, node: fx.Node, arguments: dict[str, Any], name: str
 ) -> Scores | None:
     shape = tuple(fake_value(node).shape)
     if shape == scores.shape:
@@ -264,7 +264,7 @@ def _regrouped(
 
 
 def _permuted(
-    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+    scores: Scores, node: fx.Node, arguments: dict[str, Any], name: str
 ) -> Scores | None:
     order = order_of(node)
     if order is None or scores.sinks is not None:

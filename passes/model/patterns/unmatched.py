@@ -81,12 +81,12 @@ def _through(
     start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> Iterator[fx.Node]:
     """Yield what is reached through pointwise calls and views, their ends included."""
-    stack, seen = list(start), set[fx.Node]()
+    stack, visited = list(start), set[fx.Node]()
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         yield node
         if (
             spelled(node) in _BETWEEN

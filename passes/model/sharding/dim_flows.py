@@ -55,9 +55,9 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
     if operands is not None:
         return _convolved(node, *operands)
     if node.target is operator.getitem:
-        found = _item(*node.args)  # type: ignore[arg-type]  # a node and an index
-        if found is not None:
-            return found
+        flows = _item(*node.args)  # type: ignore[arg-type]  # a node and an index
+        if flows is not None:
+            return flows
     table = dim_map(node)
     if table is None or not table.moves:
         return None
@@ -81,8 +81,8 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
     elif is_flex_attention(node):
         operands = node.args[:3]
     elif spelled(node) == "multi_head_attention_forward":
-        given = canonical_call(node).arguments
-        operands = [given[name] for name in ("query", "key", "value")]
+        arguments = canonical_call(node).arguments
+        operands = [arguments[name] for name in ("query", "key", "value")]
         return [(x, 0) for x in operands]  # [tokens, batch, channels]
     else:
         return []
@@ -97,14 +97,14 @@ def part_written(node: fx.Node) -> list[DimFlow]:
     if not isinstance(part, fx.Node) or not isinstance(fake_value(part), Tensor):
         return []
     assert isinstance(base, fx.Node)
-    kept = kept_dims(index, fake_value(base).ndim)
-    if kept is None:
+    dim_pairs = kept_dims(index, fake_value(base).ndim)
+    if dim_pairs is None:
         return []
     shape = fake_value(part).shape
-    missing = 1 + max((out for _, out in kept), default=-1) - len(shape)
+    missing = 1 + max((out for _, out in dim_pairs), default=-1) - len(shape)
     return [
         DimFlow(part, out - missing, dim)
-        for dim, out in kept
+        for dim, out in dim_pairs
         if out >= missing and shape[out - missing] != 1
     ]
 
@@ -114,8 +114,8 @@ def _from_operands(q: fx.Node, k: fx.Node, v: fx.Node) -> list[DimFlow]:
 
     Calls of one batch entry and of one head are independent.
     """
-    found = [DimFlow(q, dim, dim) for dim in range(fake_value(q).ndim - 1)]
-    return [*found, DimFlow(k, 0, 0), DimFlow(v, 0, 0)]
+    flows = [DimFlow(q, dim, dim) for dim in range(fake_value(q).ndim - 1)]
+    return [*flows, DimFlow(k, 0, 0), DimFlow(v, 0, 0)]
 
 
 def _all_dims(x: Any) -> list[DimFlow]:

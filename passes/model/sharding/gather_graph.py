@@ -46,8 +46,8 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     ctx.leave_other_axes()
     gathered = 0
     for node, graph_input in ctx.inputs.items():
-        kept = graph_input.kind is InputKind.KEPT
-        if graph_input.kind is not InputKind.DTENSOR and not kept:
+        is_kept = graph_input.kind is InputKind.KEPT
+        if graph_input.kind is not InputKind.DTENSOR and not is_kept:
             continue
         value = fake_value(node)
         full = value.full_tensor()
@@ -64,7 +64,7 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
         for user in list(node.users):
             if user is not wrapped:
                 user.replace_input_with(node, plain)
-        if kept:  # what the program writes is written to the caller's part
+        if is_kept:  # what the program writes is written to the caller's part
             (output,) = graph.find_nodes(op="output")
             with graph.inserting_before(output):
                 write = (wrapped, plain)
@@ -75,13 +75,13 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     return gathered
 
 
-def cp_write_back(kept: DTensor, whole: Tensor) -> DTensor:
+def cp_write_back(target: DTensor, whole: Tensor) -> DTensor:
     """Put this rank's part of a plain tensor into a DTensor, in place."""
-    everywhere = [Replicate()] * kept.device_mesh.ndim
-    new = DTensor.from_local(whole, kept.device_mesh, everywhere, run_check=False)
-    part = new.redistribute(placements=kept.placements)
-    kept._local_tensor.copy_(part._local_tensor)
-    return kept
+    everywhere = [Replicate()] * target.device_mesh.ndim
+    new = DTensor.from_local(whole, target.device_mesh, everywhere, run_check=False)
+    part = new.redistribute(placements=target.placements)
+    target._local_tensor.copy_(part._local_tensor)
+    return target
 
 
 def _leave(graph: fx.Graph, ctx: Context, wrap: bool) -> None:

@@ -41,8 +41,8 @@ def warn_of_gathered_call(
 def _is_trifle(size: int, nodes: Iterable[fx.Node]) -> bool:
     if size >= LEAST_BYTES:
         return False
-    made = sum(bytes_of(fake_value(x)) for x in nodes if x.op != "output")
-    return size < LEAST_PART * made
+    computed_bytes = sum(bytes_of(fake_value(x)) for x in nodes if x.op != "output")
+    return size < LEAST_PART * computed_bytes
 
 
 def _is_sharded(x: Any) -> bool:

@@ -79,24 +79,27 @@ def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
 
 
 def _entering(
-    writer: GraphWriter, node: fx.Node, given: GraphInput, value: Any
+    writer: GraphWriter, node: fx.Node, graph_input: GraphInput, value: Any
 ) -> NewCall | None:
     """Return the call that makes a DTensor of an input; None if it stays plain."""
-    if given.kind is InputKind.OTHER_AXES:
-        return _from_other_axes(writer, node, given, value)
-    if given.kind in (InputKind.PLAIN, InputKind.LOCAL_PART):
+    if graph_input.kind is InputKind.OTHER_AXES:
+        return _from_other_axes(writer, node, graph_input, value)
+    if graph_input.kind in (InputKind.PLAIN, InputKind.LOCAL_PART):
         return None
-    if given.kind is InputKind.KEPT:
+    if graph_input.kind is InputKind.KEPT:
         return NewCall(
-            cp_from_local, (node, writer.on, given.placements, *_layout(value))
+            cp_from_local, (node, writer.on, graph_input.placements, *_layout(value))
         )
-    if given.kind is InputKind.FULL:
-        return NewCall(cp_shard, (node, writer.on, given.dim))
-    if given.kind is InputKind.DTENSOR and given.gradient is GradSync.REDUCE:
+    if graph_input.kind is InputKind.FULL:
+        return NewCall(cp_shard, (node, writer.on, graph_input.dim))
+    if (
+        graph_input.kind is InputKind.DTENSOR
+        and graph_input.gradient is GradSync.REDUCE
+    ):
         return NewCall(
-            cp_from_local, (node, writer.on, given.placements, *_layout(value))
+            cp_from_local, (node, writer.on, graph_input.placements, *_layout(value))
         )
-    return replicated(writer, node, given)
+    return replicated(writer, node, graph_input)
 
 
 def enter_gathered(writer: GraphWriter, node: fx.Node, source: str) -> None:
@@ -109,33 +112,33 @@ def enter_gathered(writer: GraphWriter, node: fx.Node, source: str) -> None:
     writer.values[node] = value
     if not value.requires_grad:
         return
-    (given,) = (x for n, x in writer.ctx.inputs.items() if n.name == source)
+    (graph_input,) = (x for n, x in writer.ctx.inputs.items() if n.name == source)
     writer.of_parameters.add(node)
-    writer.insert_after(node, replicated(writer, node, given))
+    writer.insert_after(node, replicated(writer, node, graph_input))
 
 
-def replicated(writer: GraphWriter, x: fx.Node, given: GraphInput) -> NewCall:
+def replicated(writer: GraphWriter, x: fx.Node, graph_input: GraphInput) -> NewCall:
     """Make a value of an input Replicate, with the gradient that the input gets."""
-    if given.gradient is GradSync.AVERAGE:
+    if graph_input.gradient is GradSync.AVERAGE:
         return NewCall(cp_unreduced, (x, writer.on, writer.on.mesh.size()))
-    if given.gradient is GradSync.NONE:
+    if graph_input.gradient is GradSync.NONE:
         return NewCall(cp_unreduced, (x, writer.on))
     return NewCall(cp_replicate, (x, writer.on))
 
 
 def _from_other_axes(
-    writer: GraphWriter, node: fx.Node, given: GraphInput, value: DTensor
+    writer: GraphWriter, node: fx.Node, graph_input: GraphInput, value: DTensor
 ) -> NewCall:
     """Return the call by which a DTensor of tensor parallelism enters.
 
     It is the same on every rank of our axis, unless it has chunks of the tokens.
     """
-    if given.placements:
+    if graph_input.placements:
         return _from_chunks(writer, node, value)
     joint = writer.joint_with(value.device_mesh)
     factors = {GradSync.AVERAGE: writer.on.mesh.size(), GradSync.NONE: 1}
     shape, stride = tuple(value.shape), tuple(value.stride())
-    factor = factors.get(given.gradient, 0)
+    factor = factors.get(graph_input.gradient, 0)
     return NewCall(
         cp_tp_enter, (node, joint.joint, value.placements, shape, stride, factor)
     )

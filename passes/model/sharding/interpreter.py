@@ -109,13 +109,13 @@ class ShardingInterpreter(GraphWriter):
 
     def _note_met(self, plain: Any, placed: fx.Node) -> None:
         """Remember for the report which inputs are cut as `placed`, part of `plain`."""
-        found = placed_sequence_dim(self.values[placed], self.ctx.axis)
-        if found is None:
+        sequence_dim = placed_sequence_dim(self.values[placed], self.ctx.axis)
+        if sequence_dim is None:
             return
-        for node, dim in self.tokens.source_inputs(plain, found):
-            given = self.ctx.inputs.get(node)
-            if given is not None and given.name is not None:
-                self.ctx.findings.cut_inputs.append((given.name, dim))
+        for node, dim in self.tokens.source_inputs(plain, sequence_dim):
+            graph_input = self.ctx.inputs.get(node)
+            if graph_input is not None and graph_input.name is not None:
+                self.ctx.findings.cut_inputs.append((graph_input.name, dim))
 
     def run(self, graph: fx.Graph) -> Any:
         """Walk over a graph whose inputs have values; return the output's values."""
@@ -196,8 +196,8 @@ class ShardingInterpreter(GraphWriter):
                 assert problem is None, f"{new.target}: {problem}"
                 self.replace(node, new)
                 return new
-            case Fold(found):
-                return self._fold(found, node)
+            case Fold(region_call):
+                return self._fold(region_call, node)
             case Write(base, of_node):
                 return self._read_later(base, self.apply(node, of_node))
 
@@ -238,10 +238,10 @@ class ShardingInterpreter(GraphWriter):
         pinned = node if pin is None else self.insert_after(node, NewCall(pin, (node,)))
         return pinned if again is node else again
 
-    def _fold(self, found: RegionCall, node: fx.Node) -> fx.Node:
+    def _fold(self, region_call: RegionCall, node: fx.Node) -> fx.Node:
         """Write one call for several; it is visited in its place."""
-        call, *parts = write_region_call(found, node)
-        for part, result in zip(parts, found.results, strict=True):
+        call, *parts = write_region_call(region_call, node)
+        for part, result in zip(parts, region_call.results, strict=True):
             self.stand_for(result, part)
         return call
 
@@ -290,8 +290,8 @@ class ShardingInterpreter(GraphWriter):
     def _read_later(self, base: fx.Node, written: fx.Node) -> fx.Node:
         """Let later readers of `base` read what was written, sharded as `base` is."""
         if not self.records and not isinstance(self.values[written], tuple | list):
-            kept = NewCall(as_if_written, (base, written))
-            written = self.insert_after(written, kept)
+            call = NewCall(as_if_written, (base, written))
+            written = self.insert_after(written, call)
         order = {n: i for i, n in enumerate(base.graph.nodes)}
         for user in list(base.users):
             if user is not written and order[user] > order[written]:

@@ -26,20 +26,24 @@ from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_pin, cp_unsplit
 
 
-def inputs_to_pin(known: GraphValues, node: fx.Node) -> list[fx.Node]:
+def inputs_to_pin(graph_values: GraphValues, node: fx.Node) -> list[fx.Node]:
     """Return the inputs of a call that need cp_pin.
 
     See Note [Gradients of uneven shards].
     """
     inputs = node.all_input_nodes
-    uneven = any(_is_uneven(known.values[x]) for x in inputs)
+    uneven = any(_is_uneven(graph_values.values[x]) for x in inputs)
     if not is_cp_attention(node) and not uneven:
         return []
-    return [x for x in inputs if x not in known.of_parameters and _is_whole(known, x)]
+    return [
+        x
+        for x in inputs
+        if x not in graph_values.of_parameters and _is_whole(graph_values, x)
+    ]
 
 
 def pin_for(
-    known: GraphValues,
+    graph_values: GraphValues,
     node: fx.Node,
     problem: str | None,
     of_parts: Mapping[fx.Node, Any],
@@ -60,9 +64,9 @@ def pin_for(
     return None
 
 
-def _is_whole(known: GraphValues, argument: fx.Node) -> bool:
+def _is_whole(graph_values: GraphValues, argument: fx.Node) -> bool:
     """Tell whether an argument is replicated and has a gradient."""
-    value = known.values[argument]
+    value = graph_values.values[argument]
     if not isinstance(value, DTensor) or not value.requires_grad:
         return False
     return all(p.is_replicate() for p in value.placements)

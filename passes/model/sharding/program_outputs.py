@@ -47,32 +47,32 @@ def keep_named(
             f"options['outputs']: got {', '.join(map(repr, missing))}; needed names of "
             f"results: {', '.join(map(repr, dict.fromkeys(called)))}"
         )
-    kept = [i for i, name in enumerate(called) if name in names]
-    output.args = (tuple(results[i] for i in kept),)
+    indices = [i for i, name in enumerate(called) if name in names]
+    output.args = (tuple(results[i] for i in indices),)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     count = len(results)
 
     def spread(values: Sequence[Any]) -> tuple[Any, ...]:
-        found: list[Any] = [None] * count
-        for place, value in zip(kept, values, strict=True):
-            found[place] = value
-        return tuple(found)
+        outputs: list[Any] = [None] * count
+        for place, value in zip(indices, values, strict=True):
+            outputs[place] = value
+        return tuple(outputs)
 
     return spread
 
 
-def gather_limit(gm: fx.GraphModule, given: bool | int | None) -> float:
+def gather_limit(gm: fx.GraphModule, setting: bool | int | None) -> float:
     """Return the bytes up to which a result is gathered.
 
-    given: options["gather_outputs"]. With None all that is needed after a graph break
+    setting: options["gather_outputs"]. With None all that is needed after a graph break
         is gathered: a DTensor could meet plain tensors there.
     """
-    if given is None:
+    if setting is None:
         return math.inf if goes_on_after(gm) else GATHERED_BYTES
-    if isinstance(given, bool):
-        return math.inf if given else 0
-    return float(given)
+    if isinstance(setting, bool):
+        return math.inf if setting else 0
+    return float(setting)
 
 
 def is_gathered(result: fx.Node, value: Tensor, ctx: Context) -> bool:

@@ -147,34 +147,36 @@ class SequenceDims:
         finally:
             self.found = before
 
-    def origins(self, node: fx.Node, dim: int, known: set[_Question]) -> Origins:
+    def origins(self, node: fx.Node, dim: int, settled: set[_Question]) -> Origins:
         """Find where the tokens in a dimension of a value come from.
 
-        known: questions that are not followed further.
+        settled: questions that are not followed further.
         """
         tokens = expected(fake_value(node).shape[dim])
         question = _Question(node, SequenceDim(TokenDim(dim), tokens))
-        seen = self._follow([question], known)
+        visited = self._follow([question], settled)
         ends = {
             x
-            for x in seen - known
+            for x in visited - settled
             if x.node in self.begins
             or (x.node.op in _GIVEN and x.node not in self._arguments)
         }
         whole = {(x.node, x.sequence.dim.dim) for x in ends if _is_whole(x)}
-        return Origins(whole, len(whole) < len(ends), bool(seen & known), seen - known)
+        return Origins(
+            whole, len(whole) < len(ends), bool(visited & settled), visited - settled
+        )
 
     def _follow(
-        self, questions: list[_Question], known: Set[_Question] = frozenset()
+        self, questions: list[_Question], settled: Set[_Question] = frozenset()
     ) -> set[_Question]:
         """Return all questions that these lead to; known ones lead no further."""
-        seen: set[_Question] = set()
+        visited: set[_Question] = set()
         while questions:
             question = questions.pop()
-            if question in seen:
+            if question in visited:
                 continue
-            seen.add(question)
-            if question in known:
+            visited.add(question)
+            if question in settled:
                 continue
             node, sequence = question.node, question.sequence
             if isinstance(fake_value(node), Tensor):
@@ -189,7 +191,7 @@ class SequenceDims:
                 if not (sources or written) and isinstance(fake_value(node), Tensor):
                     self.begins.add(node)
                 questions += sources
-        return seen
+        return visited
 
     def _written(self, question: _Question) -> list[_Question]:
         """Ask about what is assigned to parts of a tensor: it has the same tokens."""
@@ -212,13 +214,13 @@ class SequenceDims:
             return (
                 [_Question(results, sequence)] if isinstance(results, fx.Node) else []
             )
-        found = dim_flows(node)
-        if found is not None:
+        flows = dim_flows(node)
+        if flows is not None:
             here = _size(node, sequence.dim.dim)
-            known = [p for p in found if p.out == sequence.dim.dim]
+            flows_to_dim = [p for p in flows if p.out == sequence.dim.dim]
             return [
                 _Question(p.source, _in_source(p.source, p.dim, sequence, here))
-                for p in known
+                for p in flows_to_dim
                 if sequence.dim.outer == 1 or _size(p.source, p.dim) == here
             ]
         if node.target is operator.getitem and _is_one_of_several(node):
@@ -254,8 +256,8 @@ def _is_one_of_several(node: fx.Node) -> bool:
 
 def _region_arguments(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield the inputs of checkpoint regions, and what they are outside."""
-    for each in all_graphs(graph):
-        for node in each.nodes:
+    for subgraph in all_graphs(graph):
+        for node in subgraph.nodes:
             region = sub_graph(node)
             if region is not None:
                 inner = region.graph.find_nodes(op="placeholder")
@@ -264,7 +266,7 @@ def _region_arguments(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
                         yield placeholder, argument
 
 
-def lost_dim(known: GraphValues, node: fx.Node) -> TokenDim | None:
+def lost_dim(graph_values: GraphValues, node: fx.Node) -> TokenDim | None:
     """Return the dimension along which to split a value that every rank holds, or None.
 
     DTensor gathers the patches of cat([class_token, patches], 1), though each rank
@@ -274,37 +276,39 @@ def lost_dim(known: GraphValues, node: fx.Node) -> TokenDim | None:
     What leads to attention is split along its tokens. So is the result of a call that
     moves tokens, such as a slice after the last attention.
     """
-    value = known.values[node]
+    value = graph_values.values[node]
     ours = value.placements if isinstance(value, DTensor) else ()
-    if known.is_joint(value):
+    if graph_values.is_joint(value):
         ours = ours[:1]
     if (
-        node in known.of_parameters
+        node in graph_values.of_parameters
         or not isinstance(value, DTensor)
         or not value.is_floating_point()
         or any(p.is_partial() for p in value.placements)
         or not all(p.is_replicate() for p in ours)
     ):
         return None
-    dim = known.sequence_dims.get(node) or _passed_on(known, node, value)
+    dim = graph_values.sequence_dims.get(node) or _passed_on(graph_values, node, value)
     if dim is None:
         return None
     size = value.shape[dim.dim]
-    if is_symbol(size) and not is_divided(size, known.ctx.ranks):
+    if is_symbol(size) and not is_divided(size, graph_values.ctx.ranks):
         return None  # shards of symbolic sizes have to be equal
     return dim
 
 
-def _passed_on(known: GraphValues, node: fx.Node, value: DTensor) -> TokenDim | None:
+def _passed_on(
+    graph_values: GraphValues, node: fx.Node, value: DTensor
+) -> TokenDim | None:
     """Return the dimension to which a call moves tokens that are split on the axis."""
-    axis, ranks = known.ctx.axis, known.ctx.ranks
+    axis, ranks = graph_values.ctx.axis, graph_values.ctx.ranks
     if all(user.op == "output" for user in node.users):
         return None  # it would be gathered again at once
     dims = {
         flow.out
         for flow in dim_flows(node) or ()
-        if isinstance(given := known.values[flow.source], DTensor)
-        and given.placements[axis] == Shard(flow.dim)
+        if isinstance(source_value := graph_values.values[flow.source], DTensor)
+        and source_value.placements[axis] == Shard(flow.dim)
     }
     if len(dims) != 1:
         return None

@@ -52,8 +52,8 @@ from .interpreter import ShardingInterpreter
 def shard_graph(graph: fx.Graph, ctx: Context) -> int:
     """Shard a graph; return how many calls run on DTensors, 0 if nothing is sharded."""
     starts = any(
-        given.kind in (InputKind.FULL, InputKind.DTENSOR, InputKind.KEPT)
-        for given in ctx.inputs.values()
+        graph_input.kind in (InputKind.FULL, InputKind.DTENSOR, InputKind.KEPT)
+        for graph_input in ctx.inputs.values()
     )
     if not (starts or ctx.findings.plans or unplanned_calls(ctx)):
         ctx.findings.outputs = [None for _ in output_nodes(graph)]

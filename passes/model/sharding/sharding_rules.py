@@ -59,81 +59,83 @@ from .unknown_sizes import unknown_size
 ShardingRule = Callable[[GraphValues, fx.Node], Decision | None]
 
 
-def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
+def decide(graph_values: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     """Decide what becomes of a call.
 
     distributed: whether it runs on DTensors.
     """
-    of_others = on_other_axes(known, node)
+    of_others = on_other_axes(graph_values, node)
     if of_others is not None:
         return of_others
     if is_attention(node):
-        return left_attention(known, node, distributed)
+        return left_attention(graph_values, node, distributed)
     if is_row_parallel_operand(node):
-        return row_parallel_operand(known, node)
+        return row_parallel_operand(graph_values, node)
     if node.target is exchanged:
-        return exchange(known, node)
+        return exchange(graph_values, node)
     if distributed and is_in_place(node):
-        return in_place(known, node)
+        return in_place(graph_values, node)
     steps = steps_to_part(node)
     if distributed and steps is not None:
-        return write_part(known, node, steps)
-    reason = known.ctx.findings.fallback_calls.get(origin(node) or "")
+        return write_part(graph_values, node, steps)
+    reason = graph_values.ctx.findings.fallback_calls.get(origin(node) or "")
     if distributed and reason is not None and not is_cp_attention(node):
         return FallBack(reason)
     if distributed and node.target is write_rows:
-        return placed_rows(known, node, node.args[0])
-    unknown = unknown_size(known, node) if distributed else None
+        return placed_rows(graph_values, node, node.args[0])
+    unknown = unknown_size(graph_values, node) if distributed else None
     if unknown is not None:
         return unknown
     rule = RULES.get(canonical_call(node).name)
     if distributed and is_autograd_function(node):
         rule = chunked_function
-    if known.joint_of(node) is not None:  # the user's DTensors, as DTensor has them
+    if (
+        graph_values.joint_of(node) is not None
+    ):  # the user's DTensors, as DTensor has them
         rule = None
-    decision = None if rule is None else rule(known, node)
+    decision = None if rule is None else rule(graph_values, node)
     return decision or (Propagate() if distributed else Plain())
 
 
-def embedding(known: GraphValues, node: fx.Node) -> Decision | None:
+def embedding(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Shard the ids of an embedding, so that looked-up vectors are sharded.
 
     Token and position ids are plain up to here.
     """
     ids = canonical_call(node).arguments["input"]
-    sharded: fx.Node | NewCall | None = known.sharded_ids.get(ids)
-    dim = known.sequence_dims.get(ids)
-    if isinstance(known.value(ids), DTensor):
+    sharded: fx.Node | NewCall | None = graph_values.sharded_ids.get(ids)
+    dim = graph_values.sequence_dims.get(ids)
+    if isinstance(graph_values.value(ids), DTensor):
         return None
     if sharded is None:
         if dim is None or dim.outer > 1:
             return None  # DTensor looks up a whole batch of flattened ids at once
-        sharded = NewCall(cp_shard, (ids, known.on, dim.dim))
+        sharded = NewCall(cp_shard, (ids, graph_values.on, dim.dim))
     return Propagate(with_inputs(node, lambda x: sharded if x is ids else x))
 
 
-def concatenate(known: GraphValues, node: fx.Node) -> Decision | None:
+def concatenate(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Leave 1-D empty tensors, as caches begin, out of torch.cat.
 
     torch.cat ignores them; DTensor does not.
     """
     tensors = canonical_call(node).arguments["tensors"]
-    kept = [x for x in tensors if tuple(known.value(x).shape) != (0,)]
-    if len(kept) == len(tensors) or not kept:
+    full = [x for x in tensors if tuple(graph_values.value(x).shape) != (0,)]
+    if len(full) == len(tensors) or not full:
         return None
-    if len(kept) == 1:
-        return Replace(NewCall(torch.clone, (kept[0],)))  # written, it is not kept[0]
-    if not any(isinstance(known.value(x), DTensor) for x in tensors):
+    if len(full) == 1:
+        return Replace(NewCall(torch.clone, (full[0],)))  # written, it is not full[0]
+    if not any(isinstance(graph_values.value(x), DTensor) for x in tensors):
         return None
     if node.args:
-        return Propagate(NewCall(node.target, (kept, *node.args[1:]), node.kwargs))
-    return Propagate(NewCall(node.target, (), node.kwargs | {"tensors": kept}))
+        return Propagate(NewCall(node.target, (full, *node.args[1:]), node.kwargs))
+    return Propagate(NewCall(node.target, (), node.kwargs | {"tensors": full}))
 
 
-def mean(known: GraphValues, node: fx.Node) -> Decision | None:
+def mean(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Make a mean over a sharded dimension a sum divided by a count."""
-    given = canonical_call(node).arguments
-    value, dim = known.value(given["input"]), given.get("dim")
+    arguments = canonical_call(node).arguments
+    value, dim = graph_values.value(arguments["input"]), arguments.get("dim")
     if not isinstance(value, DTensor):
         return None
     if dim is not None and not isinstance(dim, int | tuple | list):
@@ -142,14 +144,19 @@ def mean(known: GraphValues, node: fx.Node) -> Decision | None:
     split = {getattr(p, "dim", None) for p in value.placements}
     if not split & {d % value.ndim for d in dims}:
         return None
-    args = (given["input"], dim, given.get("keepdim", False), given["dtype"])
+    args = (
+        arguments["input"],
+        dim,
+        arguments.get("keepdim", False),
+        arguments["dtype"],
+    )
     return Replace(NewCall(cp_mean, args))
 
 
-def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
+def dropout(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Let every rank use its part of one mask, not the same mask on every part."""
     arguments = canonical_call(node).arguments
-    value, p = known.value(arguments["input"]), float(fake_value(arguments["p"]))
+    value, p = graph_values.value(arguments["input"]), float(fake_value(arguments["p"]))
     if not isinstance(value, DTensor):
         return None
     if not arguments["training"] or p == 0.0:
@@ -157,19 +164,21 @@ def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
     order = memory_order(fake_value(node))
     args = (arguments["input"], p) if order is None else (arguments["input"], p, order)
     mask = NewCall(cp_dropout_mask, args)
-    whole = NewCall(cp_replicate, (mask, known.on))
+    whole = NewCall(cp_replicate, (mask, graph_values.on))
     return Replace(NewCall(torch.mul, (arguments["input"], whole)))
 
 
-def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
+def left_attention(
+    graph_values: GraphValues, node: fx.Node, distributed: bool
+) -> Decision:
     """Decide on an attention call that was not rewritten.
 
     It is right, but slow, where its sequence is whole.
 
     Raises: RewriteError for a sharded sequence, if strict.
     """
-    call = next(c for c in known.ctx.findings.calls if c.node is node)
-    operands = tuple(known.value(x) for x in attention_operands(node))
+    call = next(c for c in graph_values.ctx.findings.calls if c.node is node)
+    operands = tuple(graph_values.value(x) for x in attention_operands(node))
     if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
         if call.obstacle and not call.left_alone:
             warn_once(
@@ -178,52 +187,54 @@ def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Deci
             )
         return Propagate() if distributed else Plain()
     message = unrewritten(call, operands)
-    if known.ctx.strict:
+    if graph_values.ctx.strict:
         raise RewriteError(message)
     return FallBack(message)  # one mask: all ranks have the same random state
 
 
-def unfold(known: GraphValues, node: fx.Node) -> Decision | None:
+def unfold(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Make windows side by side a view where they lie inside of the ranks' parts."""
-    given = canonical_call(node).arguments
-    value, size = known.value(given["input"]), given.get("size")
+    arguments = canonical_call(node).arguments
+    value, size = graph_values.value(arguments["input"]), arguments.get("size")
     if size is None:  # torch.nn.functional's, of images
         return None
-    if not isinstance(value, DTensor) or given["step"] != size:
+    if not isinstance(value, DTensor) or arguments["step"] != size:
         return None
-    dim = given["dimension"] % value.ndim
-    length, ranks = value.shape[dim], known.ctx.ranks
-    if value.placements[known.ctx.axis] != Shard(dim) or is_symbol(length):
+    dim = arguments["dimension"] % value.ndim
+    length, ranks = value.shape[dim], graph_values.ctx.ranks
+    if value.placements[graph_values.ctx.axis] != Shard(dim) or is_symbol(length):
         return None
     if not size or length % (size * ranks):
         return None  # a window of two ranks
-    windows = (given["input"], dim, (length // size, size))
+    windows = (arguments["input"], dim, (length // size, size))
     return Replace(
         NewCall(torch.movedim, (NewCall(torch.unflatten, windows), dim + 1, -1))
     )
 
 
-def expand_as(known: GraphValues, node: fx.Node) -> Decision | None:
+def expand_as(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Keep a plain value, such as a mask, plain: only the other's shape is read."""
-    given = canonical_call(node).arguments
+    arguments = canonical_call(node).arguments
     shape = tuple(fake_value(node).shape)
-    if isinstance(known.value(given["input"]), DTensor) or any(map(is_symbol, shape)):
+    if isinstance(graph_values.value(arguments["input"]), DTensor) or any(
+        map(is_symbol, shape)
+    ):
         return None
-    return Plain(NewCall(torch.Tensor.expand, (given["input"], shape)))
+    return Plain(NewCall(torch.Tensor.expand, (arguments["input"], shape)))
 
 
-def row_parallel_operand(known: GraphValues, node: fx.Node) -> Decision:
+def row_parallel_operand(graph_values: GraphValues, node: fx.Node) -> Decision:
     """Decide on an operand of attention whose weights are shown.
 
     All keys come to the ranks of queries.
     """
     (source,) = node.all_input_nodes
-    value = known.value(source)
+    value = graph_values.value(source)
     if not isinstance(value, DTensor) or node.target is own_queries:
         return Replace(source)
-    if value.placements[known.ctx.axis].is_replicate():
+    if value.placements[graph_values.ctx.axis].is_replicate():
         return Replace(source)
-    return Propagate(NewCall(cp_whole_keys, (source, known.on)))
+    return Propagate(NewCall(cp_whole_keys, (source, graph_values.on)))
 
 
 def exchange(known: GraphValues, node: fx.Node) -> Decision:

@@ -50,97 +50,106 @@ from ...placement.placement_calls import cp_place, cp_shard
 from ..mutation.write_rules import in_place
 
 
-def on_other_axes(known: GraphValues, node: fx.Node) -> Decision | None:
+def on_other_axes(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Decide on a call that reads or makes DTensors on other axes; None for others.
 
     Raises: RewriteError for a call that makes such DTensors in another way.
     """
     change = mesh_change(node)
     if change is MeshChange.FROM_LOCAL:
-        return _from_local(known, node)
-    joint = known.joint_of(node)
+        return _from_local(graph_values, node)
+    joint = graph_values.joint_of(node)
     if joint is None:
-        _refuse_other_sources(known, node)
+        _refuse_other_sources(graph_values, node)
         return None
     if change is MeshChange.REDISTRIBUTE:
         _refuse_others(node, {"device_mesh", "placements", "async_op"})
         placements = fake_value(node).placements
-        (x,) = (x for x in node.all_input_nodes if known.is_joint(known.value(x)))
+        (x,) = (
+            x
+            for x in node.all_input_nodes
+            if graph_values.is_joint(graph_values.value(x))
+        )
         return Replace(NewCall(cp_tp_move, (x, placements)))
     if change is MeshChange.TO_LOCAL:
-        return _to_local(known, node, joint)
+        return _to_local(graph_values, node, joint)
     if _has_dtensors(fake_value(node)):
         return None  # a call on DTensors like any other
-    return _on_chunks(known, node, joint)
+    return _on_chunks(graph_values, node, joint)
 
 
-def _from_local(known: GraphValues, node: fx.Node) -> Decision:
+def _from_local(graph_values: GraphValues, node: fx.Node) -> Decision:
     dtensor = fake_value(node)
     placements = dtensor.placements
-    joint = known.joint_with(dtensor.device_mesh)
-    (x, *_), value = node.args, known.value(node.args[0])
+    joint = graph_values.joint_with(dtensor.device_mesh)
+    (x, *_), value = node.args, graph_values.value(node.args[0])
     assert isinstance(x, fx.Node)
     _refuse_others(node, {"device_mesh", "placements", "run_check"})
-    if known.is_joint(value):
+    if graph_values.is_joint(value):
         if value.placements[1:] == placements:
             return Replace(x)
-        regular = NewCall(cp_tp_regular, (x, known.on))
-        lift = (regular, joint.joint, known.on, placements)
+        regular = NewCall(cp_tp_regular, (x, graph_values.on))
+        lift = (regular, joint.joint, graph_values.on, placements)
         return Replace(NewCall(cp_tp_lift, lift))
-    source: Any = known.sharded_ids.get(x, x)
+    source: Any = graph_values.sharded_ids.get(x, x)
     dims = {p.dim for p in placements if isinstance(p, Shard)}
-    first = value.placements[known.ctx.axis] if isinstance(value, DTensor) else None
+    first = (
+        value.placements[graph_values.ctx.axis] if isinstance(value, DTensor) else None
+    )
     if isinstance(first, Shard) and first.dim in dims:
         # Chunks of the chunks of tp; DTensor cuts the other way round.
         whole = (Replicate(),)
-        source, first = NewCall(cp_place, (x, known.on, whole)), None
-    lifted = NewCall(cp_tp_lift, (source, joint.joint, known.on, placements))
-    dim = known.sequence_dims.get(node) or known.sequence_dims.get(x)
+        source, first = NewCall(cp_place, (x, graph_values.on, whole)), None
+    lifted = NewCall(cp_tp_lift, (source, joint.joint, graph_values.on, placements))
+    dim = graph_values.sequence_dims.get(node) or graph_values.sequence_dims.get(x)
     cut = source is x and (first is None or first.is_replicate())
     if (
         (cut or source is not x)
         and dim is not None
         and dim.outer == 1
-        and (x not in known.sharded_ids)
+        and (x not in graph_values.sharded_ids)
     ):
-        lifted = NewCall(cp_shard, (lifted, known.on, dim.dim))
+        lifted = NewCall(cp_shard, (lifted, graph_values.on, dim.dim))
     return Replace(lifted)
 
 
-def _to_local(known: GraphValues, node: fx.Node, joint: JointMesh) -> Decision:
+def _to_local(graph_values: GraphValues, node: fx.Node, joint: JointMesh) -> Decision:
     _refuse_others(node, {"grad_placements"})
     x = node.all_input_nodes[0]
-    given: Any = node.kwargs.get("grad_placements")
-    if not _are_chunks(known.value(x)):
-        return Replace(NewCall(cp_tp_lower, (x, known.on, given)))
-    if given is not None and tuple(given) != known.value(x).placements[1:]:
+    grad_placements: Any = node.kwargs.get("grad_placements")
+    if not _are_chunks(graph_values.value(x)):
+        return Replace(NewCall(cp_tp_lower, (x, graph_values.on, grad_placements)))
+    if (
+        grad_placements is not None
+        and tuple(grad_placements) != graph_values.value(x).placements[1:]
+    ):
         raise RewriteError(
             f"{node.name} at {where(node)} takes chunks of tokens whose gradient has "
-            f"the placements {tuple(given)}; needed those of the tokens: leave "
-            "grad_placements away"
+            f"the placements {tuple(grad_placements)}; needed those of the tokens: "
+            "leave grad_placements away"
         )
     return StandFor(x)
 
 
-def _refuse_others(node: fx.Node, known: set[str]) -> None:
+def _refuse_others(node: fx.Node, supported: set[str]) -> None:
     """Raise RewriteError for arguments that would be ignored."""
-    others = {k for k, x in node.kwargs.items() if x is not None} - known
+    unsupported = {k for k, x in node.kwargs.items() if x is not None} - supported
     positional = 3 if mesh_change(node) is MeshChange.FROM_LOCAL else 1
-    if others or len(node.args) > positional:
+    if unsupported or len(node.args) > positional:
         raise RewriteError(
-            f"{node.name} at {where(node)} is given {sorted(others) or 'more'}; needed "
-            f"these arguments alone, by name: {', '.join(sorted(known))}"
+            f"{node.name} at {where(node)} is given {sorted(unsupported) or 'more'}; "
+            f"needed these arguments alone, by name: {', '.join(sorted(supported))}"
         )
 
 
-def _on_chunks(known: GraphValues, node: fx.Node, joint: JointMesh) -> Decision:
+def _on_chunks(graph_values: GraphValues, node: fx.Node, joint: JointMesh) -> Decision:
     """Decide on a call on chunks of the tokens that is plain to Dynamo."""
     if is_in_place(node):
-        written = in_place(known, node)
+        written = in_place(graph_values, node)
         call = getattr(getattr(written, "decision", None), "call", None)
         if isinstance(written, Write) and isinstance(call, NewCall):
-            shared = _shared(known, joint, call)
-            if shared is not None and _is_token_wise(known, node, joint, call):
+            shared = _shared(graph_values, joint, call)
+            if shared is not None and _is_token_wise(graph_values, node, joint, call):
                 return Write(written.base, OnChunks(shared))
         raise RewriteError(
             f"{node.name} at {where(node)} writes into tokens that are sharded over "
@@ -148,20 +157,22 @@ def _on_chunks(known: GraphValues, node: fx.Node, joint: JointMesh) -> Decision:
             "returns a new tensor"
         )
     call = NewCall(node.target, node.args, node.kwargs)
-    shared = _shared(known, joint, call)
-    if origin(node) in known.ctx.findings.fallback_calls:
+    shared = _shared(graph_values, joint, call)
+    if origin(node) in graph_values.ctx.findings.fallback_calls:
         shared = None
-    if shared is not None and _is_token_wise(known, node, joint, call):
+    if shared is not None and _is_token_wise(graph_values, node, joint, call):
         return OnChunks(shared)
 
     def regular(x: fx.Node) -> fx.Node | NewCall:
-        joint_value = known.is_joint(known.value(x))
-        return NewCall(cp_tp_regular, (x, known.on)) if joint_value else x
+        joint_value = graph_values.is_joint(graph_values.value(x))
+        return NewCall(cp_tp_regular, (x, graph_values.on)) if joint_value else x
 
     return Again(with_inputs(node, regular))
 
 
-def _shared(known: GraphValues, joint: JointMesh, call: NewCall) -> NewCall | None:
+def _shared(
+    graph_values: GraphValues, joint: JointMesh, call: NewCall
+) -> NewCall | None:
     """Put plain tensors of a call on the joint mesh; None where it has other values."""
     odd = False
 
@@ -170,8 +181,8 @@ def _shared(known: GraphValues, joint: JointMesh, call: NewCall) -> NewCall | No
         odd |= isinstance(x, NewCall)
         if not isinstance(x, fx.Node):
             return x
-        value = known.value(x)
-        odd |= isinstance(value, DTensor) and not known.is_joint(value)
+        value = graph_values.value(x)
+        odd |= isinstance(value, DTensor) and not graph_values.is_joint(value)
         plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
         return NewCall(cp_tp_share, (x, joint.joint)) if plain else x
 
@@ -180,7 +191,7 @@ def _shared(known: GraphValues, joint: JointMesh, call: NewCall) -> NewCall | No
 
 
 def _is_token_wise(
-    known: GraphValues, node: fx.Node, joint: JointMesh, call: NewCall
+    graph_values: GraphValues, node: fx.Node, joint: JointMesh, call: NewCall
 ) -> bool:
     """Tell whether a call on whole sequences is right for each chunk.
 
@@ -191,17 +202,17 @@ def _is_token_wise(
         lambda x: (
             x
             if isinstance(x, DTensor)
-            else known.trial.must_run(cp_tp_share, (x, joint.joint), {})
+            else graph_values.trial.must_run(cp_tp_share, (x, joint.joint), {})
         ),
-        known.value((call.args, dict(call.kwargs))),
+        graph_values.value((call.args, dict(call.kwargs))),
     )
     target = call.target
     if target == node.target:
-        target = known.callable(node)
+        target = graph_values.callable(node)
     try:
         with (
             nothing_moves() as moves,
-            known.trial.fake_mode,
+            graph_values.trial.fake_mode,
             enable_python_dispatcher(),
             torch.no_grad(),
         ):
@@ -214,7 +225,7 @@ def _is_token_wise(
     wanted, got = (pytree.tree_leaves(x) for x in (fake_value(node), result))
     if len(wanted) != len(got) or not all(map(_is_chunk_of, wanted, got)):
         return False
-    return known.trial.run(target, args, kwargs)[1] is None
+    return graph_values.trial.run(target, args, kwargs)[1] is None
 
 
 def _is_chunk_of(chunk: Any, whole: Any) -> bool:
@@ -223,8 +234,8 @@ def _is_chunk_of(chunk: Any, whole: Any) -> bool:
         return not isinstance(whole, Tensor)
     if not isinstance(whole, DTensor) or not _are_chunks(whole):
         return False
-    first, *others = whole.placements
-    if any(p != first and not p.is_replicate() for p in others):
+    first, *rest = whole.placements
+    if any(p != first and not p.is_replicate() for p in rest):
         return False
     shape = list(expected_shape(whole))
     assert isinstance(first, Shard), "token chunks are sharded"
@@ -234,22 +245,22 @@ def _is_chunk_of(chunk: Any, whole: Any) -> bool:
 
 def _are_chunks(x: DTensor) -> bool:
     """Tell whether the tokens of x are sharded on other axes too, in equal parts."""
-    first, *others = x.placements
-    if type(first) is not Shard or first not in others:
+    first, *rest = x.placements
+    if type(first) is not Shard or first not in rest:
         return False
     return expected_shape(x)[first.dim] % _parts(x) == 0
 
 
 def _parts(x: DTensor) -> int:
     """Return into how many parts the other axes shard the tokens of x."""
-    first, *others = x.placements
-    sizes = zip(x.device_mesh.shape[1:], others, strict=True)
+    first, *rest = x.placements
+    sizes = zip(x.device_mesh.shape[1:], rest, strict=True)
     return math.prod(size for size, placement in sizes if placement == first)
 
 
-def _refuse_other_sources(known: GraphValues, node: fx.Node) -> None:
-    made = pytree.tree_leaves(fake_value(node))
-    if not any(known.is_joint(x) for x in made):
+def _refuse_other_sources(graph_values: GraphValues, node: fx.Node) -> None:
+    leaves = pytree.tree_leaves(fake_value(node))
+    if not any(graph_values.is_joint(x) for x in leaves):
         return
     raise RewriteError(
         f"{node.name} at {where(node)} makes a DTensor; needed DTensor.from_local, as "

@@ -54,9 +54,11 @@ class _Interpreter(fx.Interpreter):
     ) -> Any:
         if target is CHECKPOINT:
             assert self._node is not None, "a call has a node"
-            region, *given = args
+            region, *region_args = args
             inside = f"{self._region}{self._node.name}/"
-            return _Interpreter(region, self._record, self._wide, inside).run(*given)
+            return _Interpreter(region, self._record, self._wide, inside).run(
+                *region_args
+            )
         target = wide_function(target) if self._wide else target
         return super().call_function(target, *self._widened(args, kwargs))
 

@@ -75,5 +75,5 @@ def _bound(exact: Tensor, rough: Tensor | None, floor: float) -> float:
 
 
 def _real(x: Any) -> Tensor:
-    found: Tensor = torch.view_as_real(x) if x.is_complex() else x
-    return found
+    real: Tensor = torch.view_as_real(x) if x.is_complex() else x
+    return real

@@ -50,13 +50,13 @@ def _name(node: fx.Node) -> str:
 def _line(node: fx.Node) -> str:
     """Return the innermost line of the model: "model.py:12: y = attention(q, k, v)"."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    found = [i for i, x in enumerate(lines) if x.strip().startswith("File ")]
-    if not found:
+    starts = [i for i, x in enumerate(lines) if x.strip().startswith("File ")]
+    if not starts:
         return ""
-    place = lines[found[-1]].strip()
+    place = lines[starts[-1]].strip()
     _, file, rest = place.split('"', 2)
     number = rest.split("line ", 1)[-1].split(",")[0]
-    code = lines[found[-1] + 1].strip() if found[-1] + 1 < len(lines) else ""
+    code = lines[starts[-1] + 1].strip() if starts[-1] + 1 < len(lines) else ""
     return f"{file}:{number}" + (f": {code}" if code else "")
 
 

@@ -130,14 +130,14 @@ class Replay:
         for run, wide in self._runs():
             torch.set_rng_state(state)
             own = tuple(_leaf(x, wide) for x in args)
-            found = run_graph(self.rewrite.untouched, own, run.record, wide)
-            run.results = tuple(found)
+            results = run_graph(self.rewrite.untouched, own, run.record, wide)
+            run.results = tuple(results)
         torch.set_rng_state(state)
-        given = tuple(_copy(x, self._wide) for x in args)
-        found = run_graph(self.rewrite.rewritten, given, self._compare, self._wide)
-        for number, x in enumerate(found):
+        inputs = tuple(_copy(x, self._wide) for x in args)
+        results = run_graph(self.rewrite.rewritten, inputs, self._compare, self._wide)
+        for number, x in enumerate(results):
             _on_gradient(x, functools.partial(self._given.__setitem__, number))
-        pairs = zip(found, self._dtypes(), strict=True)
+        pairs = zip(results, self._dtypes(), strict=True)
         return [x if d is None else x.to(d) for x, d in pairs]
 
     def compare_gradients(self) -> None:
@@ -215,12 +215,14 @@ class Replay:
         floor: float,
         is_gradient: bool,
     ) -> None:
-        found = part.deviation(old, exact, rough, floor)
-        if found is not None and not found.is_allowed:
+        deviation = part.deviation(old, exact, rough, floor)
+        if deviation is not None and not deviation.is_allowed:
             number = self.graph.order[place]
             sign = -1 if is_gradient else 1
             order = (int(is_gradient), sign * self._number, sign * number)
-            self.differences.append(Difference(order, old, place, is_gradient, found))
+            self.differences.append(
+                Difference(order, old, place, is_gradient, deviation)
+            )
 
     def _whole_gradient(self, number: int, gradient: Tensor, wide: bool) -> Tensor:
         """Return the whole gradient of a result, gathered if it is sharded."""

@@ -59,22 +59,22 @@ class StandIns:
 
 def stands_for(rewrite: Rewrite) -> StandIns:
     """Match the nodes of the two graphs."""
-    known = {place for place, _ in places(rewrite.untouched)}
+    untouched = {place for place, _ in places(rewrite.untouched)}
     written = dict(places(rewrite.rewritten))
-    found = StandIns({}, {})
+    stand_ins = StandIns({}, {})
     for place, node in written.items():
-        values = dict.fromkeys(_replaced(place, rewrite.replaced, known))
+        values = dict.fromkeys(_replaced(place, rewrite.replaced, untouched))
         gradients = {x: None for x in values if x == place or x not in written}
         if node.op == "call_function" and node.target in _PLACING and node.args:
             region, source = place[: len(place) - len(node.name)], node.args[0]
-            values |= dict.fromkeys(found.values.get(f"{region}{source}", ()))
+            values |= dict.fromkeys(stand_ins.values.get(f"{region}{source}", ()))
             if isinstance(source, fx.Node) and list(source.users) == [node]:
-                sources = found.gradients.get(f"{region}{source}", ())
+                sources = stand_ins.gradients.get(f"{region}{source}", ())
                 gradients |= dict.fromkeys(sources)
         if values:
-            found.values[place] = tuple(values)
-            found.gradients[place] = tuple(gradients)
-    return found
+            stand_ins.values[place] = tuple(values)
+            stand_ins.gradients[place] = tuple(gradients)
+    return stand_ins
 
 
 def places(
@@ -89,9 +89,9 @@ def places(
 
 
 def _replaced(
-    place: NodePath, replaced: dict[NodePath, set[NodePath]], known: set[NodePath]
+    place: NodePath, replaced: dict[NodePath, set[NodePath]], untouched: set[NodePath]
 ) -> Iterator[NodePath]:
-    """Yield the node itself and all whose readers it got, if they are `known`."""
+    """Yield the node itself and all whose readers it got, if they are `untouched`."""
     visited: set[NodePath] = set()
     waiting = [place]
     while waiting:
@@ -100,5 +100,5 @@ def _replaced(
             continue
         visited.add(path)
         waiting += sorted(replaced.get(path, ()))
-        if path in known:
+        if path in untouched:
             yield path

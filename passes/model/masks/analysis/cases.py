@@ -59,18 +59,18 @@ class CaseReader:
 
     def formula(self, view: View) -> Formula:
         """Return the formula of a bool view; it is Dense where the view has none."""
-        found = self.read(view)
-        assert not isinstance(found, tuple), "a bool value is a formula"
-        return found
+        formula = self.read(view)
+        assert not isinstance(formula, tuple), "a bool value is a formula"
+        return formula
 
     def cases(self, view: View) -> Cases:
         """Return the cases of a view of numbers.
 
         Raises: NoForm, Unreadable.
         """
-        found = self.read(view)
-        assert isinstance(found, tuple), "numbers are cases"
-        return found
+        cases = self.read(view)
+        assert isinstance(cases, tuple), "numbers are cases"
+        return cases
 
     def read(self, view: View) -> Read:
         """Return a formula if the view is bool, else cases.
@@ -106,10 +106,10 @@ class CaseReader:
         if view.dtype == torch.bool:
             formula = formula_of(value)
             return Dense(view) if formula is None else formula
-        found = numbers_in(value)
-        if found is None:
+        numbers = numbers_in(value)
+        if numbers is None:
             raise NoForm(f"{view.node.name} has many numbers")
-        return tuple(Case(where, number) for where, number in found)
+        return tuple(Case(where, number) for where, number in numbers)
 
     def _vector(self, view: View) -> Read:
         """Read a view that varies with queries or keys alone.
@@ -125,14 +125,14 @@ class CaseReader:
         is_bool = vector.dtype == torch.bool
         if vector.value is None and (vector.is_columns or not is_bool):
             try:
-                found = self._structure(view)
+                structure = self._structure(view)
             except (NoForm, Unreadable):
                 return _one(vector)
             if is_bool or all(
                 isinstance(c.number, Vector) and c.number.constant is not None
-                for c in found  # type: ignore[union-attr]
+                for c in structure  # type: ignore[union-attr]
             ):
-                return found
+                return structure
         return _one(vector)
 
     def _structure(self, view: View) -> Read:

@@ -154,17 +154,17 @@ def _values(module: fx.GraphModule, wanted: list[fx.Node]) -> dict[fx.Node, Tens
     return {node: evaluator.value(node) for node in wanted}
 
 
-def formula_of(seen: Tensor) -> Formula | None:
+def formula_of(visible: Tensor) -> Formula | None:
     """Return where a value [B or 1, H or 1, Sq, Sk] is true, as a formula.
 
     None if only a tensor can say that.
     """
-    if seen.shape[1] > 1:
+    if visible.shape[1] > 1:
         return None
-    found = _interval(seen)
-    if found is not None:
-        return found
-    hidden = _interval(~seen)
+    formula = _interval(visible)
+    if formula is not None:
+        return formula
+    hidden = _interval(~visible)
     return None if hidden is None else negated(hidden)
 
 
@@ -178,27 +178,27 @@ def numbers_in(value: Tensor) -> list[tuple[Formula, Vector]] | None:
     numbers = some if len(some) > _MOST_VALUES else flat.unique()
     if len(numbers) > _MOST_VALUES or bool(value.isnan().any()):
         return None
-    found = [formula_of(value == number) for number in numbers]
-    unclear = [i for i, formula in enumerate(found) if formula is None]
+    formulas = [formula_of(value == number) for number in numbers]
+    unclear = [i for i, formula in enumerate(formulas) if formula is None]
     if len(unclear) > 1:
         return None
     for i in unclear:  # wherever the others are not
-        found[i] = negated(either(*(x for x in found if x is not None)))
+        formulas[i] = negated(either(*(x for x in formulas if x is not None)))
     return [
         (formula, constant(number.item(), number.dtype))
-        for formula, number in zip(found, numbers, strict=True)
+        for formula, number in zip(formulas, numbers, strict=True)
         if formula is not None
     ]
 
 
-def _interval(seen: Tensor) -> Formula | None:
+def _interval(visible: Tensor) -> Formula | None:
     """Return first <= k < end as a formula; None if a row sees keys with a gap."""
-    keys = seen.shape[-1]
-    before = torch.nn.functional.pad(seen[..., :-1], (1, 0))
-    if bool(((seen & ~before).sum(-1) > 1).any()):
+    keys = visible.shape[-1]
+    before = torch.nn.functional.pad(visible[..., :-1], (1, 0))
+    if bool(((visible & ~before).sum(-1) > 1).any()):
         return None
-    first = seen.int().argmax(-1, keepdim=True)
-    end = first + seen.sum(-1, keepdim=True)
+    first = visible.int().argmax(-1, keepdim=True)
+    end = first + visible.sum(-1, keepdim=True)
     columns = positions("K", keys)
     return both(
         compared("<=", known(first), columns), compared(">", known(end), columns)

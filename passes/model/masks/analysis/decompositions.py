@@ -42,14 +42,14 @@ def _part_replaced(
     step: int = 1,
 ) -> Tensor:  # fmt: skip
     """Write slice_scatter as a choice by positions."""
-    kept = range(x.shape[dim])[start:end:step]
-    if not kept:
+    part_range = range(x.shape[dim])[start:end:step]
+    if not part_range:
         return x.clone()
     position = torch.arange(x.shape[dim], device=x.device)
-    place = ((position - kept.start) // step).clamp(0, len(kept) - 1)
+    place = ((position - part_range.start) // step).clamp(0, len(part_range) - 1)
     shape = [1] * x.ndim
     shape[dim] = -1
-    inside = (place * step + kept.start == position).view(shape)
+    inside = (place * step + part_range.start == position).view(shape)
     return torch.where(inside, source.index_select(dim, place), x)
 
 

@@ -99,8 +99,8 @@ class DenseBiasWriter:
 
     def cases(self, cases: Cases, dtype: torch.dtype) -> fx.Node:
         """Write numbers that formulas choose among."""
-        *others, last = (self._number(case.number, dtype) for case in cases)
-        for case, number in zip(cases, others, strict=False):
+        *numbers, last = (self._number(case.number, dtype) for case in cases)
+        for case, number in zip(cases, numbers, strict=False):
             last = self.call(aten.where.self, self.formula(case.where), number, last)
         return last
 
@@ -173,8 +173,8 @@ class DenseBiasWriter:
             for dim, axis in enumerate(view.axes)
         ]
         operands = operands_of(View(node, tuple(whole)), original)
-        known = {n: self.pairs(v) for n, v in operands.items()}
-        result = self.writer.copy_call(node, known)
+        replacements = {n: self.pairs(v) for n, v in operands.items()}
+        result = self.writer.copy_call(node, replacements)
         return self._cut(result, {d: view.axes[d] for d in own})
 
     def _is_split(self, view: View) -> bool:
@@ -198,18 +198,18 @@ class DenseBiasWriter:
             several, part = call.args
             assert isinstance(several, fx.Node) and isinstance(part, int)
             call, number = several, part
-        found = self.rows_of(call, dim, number)
-        if not found:
+        row_dims = self.rows_of(call, dim, number)
+        if not row_dims:
             raise problem
-        known = {}
+        replacements = {}
         for source in call.all_input_nodes:
-            axes = _named(source, found.get(source))
-            known[source] = self._filled(View(source, axes))
-        result = self.writer.copy_call(call, known)
+            axes = _named(source, row_dims.get(source))
+            replacements[source] = self._filled(View(source, axes))
+        result = self.writer.copy_call(call, replacements)
         if number is not None:
             result = self.call(operator.getitem, result, number)
-        others = {d: a for d, a in enumerate(view.axes) if d != dim}
-        return self._cut(result, others)
+        other_axes = {d: a for d, a in enumerate(view.axes) if d != dim}
+        return self._cut(result, other_axes)
 
     def _filled(self, view: View) -> fx.Node:
         """Write the value of a view, expanded to all positions of its dimensions."""
@@ -239,11 +239,11 @@ class DenseBiasWriter:
         for dim, axis in axes.items():
             if axis.positions is None:
                 continue
-            kept = axis.positions.tolist()
-            first = kept[0] if kept else 0
-            step = kept[1] - first if len(kept) > 1 else 1
-            end = first + step * len(kept)
-            if step > 0 and kept == list(range(first, end, step)):
+            positions = axis.positions.tolist()
+            first = positions[0] if positions else 0
+            step = positions[1] - first if len(positions) > 1 else 1
+            end = first + step * len(positions)
+            if step > 0 and positions == list(range(first, end, step)):
                 node = self.call(aten.slice.Tensor, node, dim, first, end, step)
             else:
                 at = self.writer.constant(axis.positions)
@@ -315,8 +315,8 @@ def operands_of(view: View, original: View | None) -> dict[fx.Node, View]:
             if first:
                 axes = view.axes[: len(view.axes) - after]
                 looked_up = View(node, axes)
-                found = {i: operand(looked_up, i) for i in picked}
-                return found | {table: View(table, _plain(table))}
+                index_views = {i: operand(looked_up, i) for i in picked}
+                return index_views | {table: View(table, _plain(table))}
     if node.target is aten.index_select.default:
         source, dim, _ = node.args
         if view.axes[dim].meaning != "Q":  # type: ignore[index]

@@ -126,8 +126,8 @@ def take_apart(view: View, reader: CaseReader) -> Parts:
         sides = [take_apart(x, reader) for x in terms]
         plain = [x for x in sides if x.added is None]
         if len(sides) == 2 and plain:
-            kept = sides[sides[0] is plain[0]]
-            return kept.to(view.dtype).under(plain[0].visible, plain[0])
+            other_side = sides[sides[0] is plain[0]]
+            return other_side.to(view.dtype).under(plain[0].visible, plain[0])
     if node.target is aten.where.self:
         return _chosen(view, reader)
     return Parts(EVERYWHERE, added=Added(view))
@@ -135,12 +135,12 @@ def take_apart(view: View, reader: CaseReader) -> Parts:
 
 def _of_constant(view: View, value: Tensor) -> Parts:
     """Split known pairs: where they hide, if that is a formula, and the rest."""
-    seen = value > _HIDES
-    alike = bool((seen == seen[:, :1]).all()) and not bool(value.isnan().any())
-    visible = formula_of(seen[:, :1]) if alike else None
+    shown = value > _HIDES
+    alike = bool((shown == shown[:, :1]).all()) and not bool(value.isnan().any())
+    visible = formula_of(shown[:, :1]) if alike else None
     if visible is None:
         return Parts(EVERYWHERE, added=Added(view))
-    forgiving = bool((~seen & value.isfinite()).any())
+    forgiving = bool((~shown & value.isfinite()).any())
     return Parts(visible, forgiving, Added(view))
 
 
@@ -150,9 +150,9 @@ def _chosen(view: View, reader: CaseReader) -> Parts:
     if len(sides) == 2:
         where = reader.formula(condition)
         a, b = (take_apart(x, reader) for x in sides)
-        for kept, hidden, seen in ((a, b, where), (b, a, negated(where))):
+        for shown, hidden, visible in ((a, b, where), (b, a, negated(where))):
             if hidden.visible == NOWHERE and hidden.added is None:
-                return kept.to(view.dtype).under(seen, hidden)
+                return shown.to(view.dtype).under(visible, hidden)
     return Parts(EVERYWHERE, added=Added(view))
 
 
@@ -197,8 +197,8 @@ class DistanceReader:
             return
         if not view.is_pairwise:
             raise NoForm(f"{view.node.name} varies with queries or keys alone")
-        others = (a for a in view.axes if a.meaning not in {"Q", "K"})
-        if any(a.positions is not None for a in others):
+        other_axes = (a for a in view.axes if a.meaning not in {"Q", "K"})
+        if any(a.positions is not None for a in other_axes):
             raise NoForm(f"{view.node.name} is cut")
         if self._numbers(view) is not None:
             return
@@ -212,8 +212,8 @@ class DistanceReader:
                 raise NoForm(f"{view.node.name} picks from another dimension")
             self._check(original)
         elif view.node.target is not aten.full.default and view.node.op != "get_attr":
-            for each in operands_of(view, None).values():
-                self._check(each)
+            for operand_view in operands_of(view, None).values():
+                self._check(operand_view)
 
     def _numbers(self, view: View) -> Tensor | None:
         """Return a difference of positions at all distances; None if a view is none."""
@@ -224,10 +224,10 @@ class DistanceReader:
     def _new_numbers(self, view: View) -> Tensor | None:
         if view.dtype == torch.bool:
             return None
-        found = self._sum(view)
-        if found is None or found.rows.value is None or found.columns.value is None:
+        total = self._sum(view)
+        if total is None or total.rows.value is None or total.columns.value is None:
             return None
-        rows, columns = found.rows.value, found.columns.value
+        rows, columns = total.rows.value, total.columns.value
         if rows.numel() != self.queries or columns.numel() != self.keys:
             return None
         rows, columns = rows.flatten(), columns.flatten()
@@ -302,7 +302,8 @@ class DistanceReader:
         if node.target is aten.full.default:
             one = [1] * len(view.axes)
             return writer.call(aten.full.default, one, node.args[1], **node.kwargs)
-        known = {
-            x: self._value(pairs, each) for x, each in operands_of(view, None).items()
+        replacements = {
+            x: self._value(pairs, operand_view)
+            for x, operand_view in operands_of(view, None).items()
         }
-        return writer.copy_call(node, known)
+        return writer.copy_call(node, replacements)

@@ -60,8 +60,10 @@ def within_documents(formula: Formula, vectors: VectorReader) -> Formula:
             continue
         position = _positions_of(document, vectors)
         if position is not None:
-            others = [x for x in conjunction(formula) if x is not part]
-            formula = both(part, *(_replaced(x, position, vectors) for x in others))
+            other_parts = [x for x in conjunction(formula) if x is not part]
+            formula = both(
+                part, *(_replaced(x, position, vectors) for x in other_parts)
+            )
     return formula
 
 

@@ -129,39 +129,39 @@ def _joined(
         flat.extend(part.parts if isinstance(part, kind) else (part,))
     if other(()) in flat:
         return other(())
-    kept: list[Formula] = []
+    merged: list[Formula] = []
     for part in flat:
-        if part in kept:
+        if part in merged:
             continue
-        if _contradict(part, kept):
+        if _contradict(part, merged):
             return other(())
-        place = next((i for i, k in enumerate(kept) if _one(part, k, kind)), None)
+        place = next((i for i, k in enumerate(merged) if _one(part, k, kind)), None)
         if place is None:
-            kept.append(part)
+            merged.append(part)
             continue
-        before = kept[place]
+        before = merged[place]
         assert isinstance(before, Only) and isinstance(part, Only)
         joined = only(call(join, before.vector, part.vector))
         if joined == other(()):
             return joined
         if joined == kind(()):
-            del kept[place]
+            del merged[place]
         else:
-            kept[place] = joined
-    return kept[0] if len(kept) == 1 else kind(tuple(kept))
+            merged[place] = joined
+    return merged[0] if len(merged) == 1 else kind(tuple(merged))
 
 
-def _contradict(part: Formula, kept: list[Formula]) -> bool:
+def _contradict(part: Formula, merged: list[Formula]) -> bool:
     """Tell whether the opposite of a comparison is among the parts that are kept."""
     if not isinstance(part, Compare) or not part.rows.is_integer:
-        return isinstance(part, Not) and part.part in kept
-    return Compare(_OPPOSITE[part.sign], part.rows, part.columns) in kept
+        return isinstance(part, Not) and part.part in merged
+    return Compare(_OPPOSITE[part.sign], part.rows, part.columns) in merged
 
 
 def _one(a: Formula, b: Formula, kind: type[And] | type[Or]) -> bool:
     """Tell whether two vectors can become one without losing a known limit."""
     if not isinstance(a, Only) or not isinstance(b, Only):
         return False
-    known = (a.vector.value is None) == (b.vector.value is None)
+    are_alike = (a.vector.value is None) == (b.vector.value is None)
     same = a.vector.meanings & {"Q", "K"} == b.vector.meanings & {"Q", "K"}
-    return same and (known or kind is Or)
+    return same and (are_alike or kind is Or)

@@ -170,9 +170,9 @@ def _of_vector(vector: Vector, keys: int) -> Intervals | None:
         return _settled(Bounds(constant(0), whole), keys)
     if vector.value is None:
         return None
-    seen = vector.value[:, 0].to(torch.int8)  # [B or 1, 1, Sk]
-    edge = torch.zeros_like(seen[..., :1])
-    change = torch.diff(torch.cat([edge, seen, edge], -1), dim=-1)
+    visible = vector.value[:, 0].to(torch.int8)  # [B or 1, 1, Sk]
+    edge = torch.zeros_like(visible[..., :1])
+    change = torch.diff(torch.cat([edge, visible, edge], -1), dim=-1)
     index = torch.arange(keys + 1)
     return _places(change == 1, index, change == -1, index, keys)
 
@@ -292,10 +292,10 @@ def _distance(limit: Tensor, rows: Tensor, end: int) -> int | None:
 
     Limits that are clamped to `end` may be nearer.
     """
-    found = (limit - rows)[limit < end]
-    if not len(found) or not torch.equal(limit, (rows + found[0]).clamp(max=end)):
+    offsets = (limit - rows)[limit < end]
+    if not len(offsets) or not torch.equal(limit, (rows + offsets[0]).clamp(max=end)):
         return None
-    return int(found[0])
+    return int(offsets[0])
 
 
 def _chunk(first: Tensor, rows: Tensor) -> int | None:

@@ -79,13 +79,13 @@ class MaskMeaning:
         if self.bias is not None:
             return True
         stack = [view.node for view in _pairs(self.rest)]
-        seen: set[fx.Node] = set()
+        visited: set[fx.Node] = set()
         while stack:
             node = stack.pop()
-            if node not in seen:
-                seen.add(node)
+            if node not in visited:
+                visited.add(node)
                 stack.extend(node.all_input_nodes)
-        return bool(seen & nodes)
+        return bool(visited & nodes)
 
     @property
     def hides_nothing(self) -> bool:

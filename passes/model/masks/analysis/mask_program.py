@@ -168,9 +168,9 @@ def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
             args, kwargs = fx.map_arg(
                 (node.args, node.kwargs), lambda n: values[resolve(n, outer)]
             )
-            known = fake_value(node)
-            if isinstance(known, torch.SymFloat):  # as with dynamic=True
-                values[node] = float(known)
+            expected_value = fake_value(node)
+            if isinstance(expected_value, torch.SymFloat):  # as with dynamic=True
+                values[node] = float(expected_value)
                 continue
             values[node] = function_of(node)(*args, **kwargs)
             _compare(node, values[node])
@@ -180,11 +180,11 @@ def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
         # What decomposes in C++ may ask a symbol for its value.
         python = enable_python_dispatcher() if has_symbols(source) else nullcontext()
         with fake_mode, python, torch.no_grad():
-            given = [whole(fake_value(n)) for n in source.inputs]
-            steps = make_fx(call)(*given)
+            inputs = [whole(fake_value(n)) for n in source.inputs]
+            steps = make_fx(call)(*inputs)
             functional = torch.func.functionalize(steps, remove="mutations")
             module = make_fx(functional, decomposition_table=MASK_DECOMPOSITIONS)(
-                *given
+                *inputs
             )
     except Exception as error:  # whatever a model does that cannot be traced so
         check_refusal(error, "the trace of a mask")
@@ -193,7 +193,7 @@ def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise Unreadable(f"{node.name} is random")
     placeholders = module.graph.find_nodes(op="placeholder")
-    for placeholder, value in zip(placeholders, given, strict=True):
+    for placeholder, value in zip(placeholders, inputs, strict=True):
         placeholder.meta["val"] = value  # torch notes no numbers
     (output,) = module.graph.find_nodes(op="output")
     result = output.args[0]
@@ -221,8 +221,8 @@ def memory_of(node: fx.Node) -> int:
         # Dynamo sees new memory where a shard is cut: go by the schemas of views.
         while (source := view_of(node)) is not None:
             node = source
-    found = storage(node)
-    return id(node) if found is None else found
+    memory = storage(node)
+    return id(node) if memory is None else memory
 
 
 def has_symbols(source: MaskSource) -> bool:
@@ -255,9 +255,9 @@ def _compare(node: fx.Node, value: Any) -> None:
 
     A state that is not in the program, such as autocast, would change values.
     """
-    known = fake_value(node)
-    if isinstance(known, Tensor) and isinstance(value, Tensor):
+    expected = fake_value(node)
+    if isinstance(expected, Tensor) and isinstance(value, Tensor):
         # A size that guards have fixed is a symbol still, unknown to the trace.
-        same = expected_shape(known) == expected_shape(value)
-        if not same or known.dtype != value.dtype:
+        same = expected_shape(expected) == expected_shape(value)
+        if not same or expected.dtype != value.dtype:
             raise Unreadable(f"{node.name} is {value.shape} {value.dtype} by itself")

@@ -57,8 +57,8 @@ class MaskWriter:
 
     def constant(self, value: Tensor) -> fx.Node:
         """Insert a tensor that is known."""
-        known = Constant(value.detach().contiguous().to(self.device))
-        return self.call(cp_constant, known)
+        constant = Constant(value.detach().contiguous().to(self.device))
+        return self.call(cp_constant, constant)
 
     def limits(self, value: Tensor) -> fx.Node:
         """Insert key ranges that are known."""
@@ -120,8 +120,8 @@ class MaskWriter:
     def normal(self, node: fx.Node, view: View, cut: bool = False) -> fx.Node:
         """Write what `vectors.normal` computes of a value, as calls in the graph."""
         for target, *args in normalising(view, cut):
-            given = (self.constant(a) if isinstance(a, Tensor) else a for a in args)
-            node = self.call(target, node, *given)
+            operands = (self.constant(a) if isinstance(a, Tensor) else a for a in args)
+            node = self.call(target, node, *operands)
         return node
 
     def copy(self, node: fx.Node) -> fx.Node:
@@ -130,12 +130,12 @@ class MaskWriter:
             self._copies[node] = self.copy_call(node, {})
         return self._copies[node]
 
-    def copy_call(self, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+    def copy_call(self, node: fx.Node, replacements: dict[fx.Node, fx.Node]) -> fx.Node:
         """Copy a node of the program, where some of what it needs is known."""
         if node.op == "get_attr":
             return self.constant(getattr(self.program.module, str(node.target)))
         args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda n: known.get(n) or self.copy(n)
+            (node.args, node.kwargs), lambda n: replacements.get(n) or self.copy(n)
         )
         return self.call(node.target, *args, **kwargs)
 

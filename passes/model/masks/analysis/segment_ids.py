@@ -74,5 +74,5 @@ def rank_of_rows(rows: Tensor, in_order: Tensor) -> Tensor:
     line = in_order.expand(batch, -1, -1, -1).contiguous()
     rank = torch.searchsorted(line, values)
     keys = line.shape[-1]
-    found = line.gather(-1, rank.clamp(max=keys - 1)) == values
-    return torch.where(found, rank, keys).transpose(2, 3)
+    is_equal = line.gather(-1, rank.clamp(max=keys - 1)) == values
+    return torch.where(is_equal, rank, keys).transpose(2, 3)

@@ -66,9 +66,9 @@ def compared(sign: str, a: Any, b: Any) -> Formula:
             a, b, sign = b, a, FLIPPED[sign]
         dtype = torch.result_type(a.like, b.like)
         return Compare(sign, _as(a, dtype), _as(b, dtype))
-    left, right = _parts(a), _parts(b)
-    rows = call(aten.sub.Tensor, left.rows, right.rows)
-    columns = call(aten.sub.Tensor, right.columns, left.columns)
+    lhs, rhs = _parts(a), _parts(b)
+    rows = call(aten.sub.Tensor, lhs.rows, rhs.rows)
+    columns = call(aten.sub.Tensor, rhs.columns, lhs.columns)
     _check(rows, columns)
     if not rows.is_rows or not columns.is_columns:
         return only(call(target, rows, columns))

@@ -115,8 +115,8 @@ def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Vector:
 
 def both_axes(*vectors: Any) -> bool:
     """Tell whether vectors together vary with queries and with keys."""
-    given = [x for x in vectors if isinstance(x, Vector)]
-    return any(x.is_rows for x in given) and any(x.is_columns for x in given)
+    operands = [x for x in vectors if isinstance(x, Vector)]
+    return any(x.is_rows for x in operands) and any(x.is_columns for x in operands)
 
 
 class VectorReader:
@@ -182,9 +182,9 @@ class VectorReader:
     def _selected(self, view: View, source: Any, dim: Any, index: Any) -> View | None:
         if not self.is_static(index):
             return None
-        kept, size = self._evaluator.value(index), source.meta["val"].shape[dim]
+        index_values, size = self._evaluator.value(index), source.meta["val"].shape[dim]
         axes = list(view.axes)
-        axes[dim] = picked(axes[dim], kept, size)
+        axes[dim] = picked(axes[dim], index_values, size)
         return View(source, tuple(axes))
 
     def _read(self, view: View) -> Vector:
@@ -233,21 +233,21 @@ class Evaluator:
 
 def from_inputs(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes whose values depend on inputs of a program."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" or found & {*node.all_input_nodes}:
-            found.add(node)
-    return found
+        if node.op == "placeholder" or nodes & {*node.all_input_nodes}:
+            nodes.add(node)
+    return nodes
 
 
 def require_small(node: fx.Node, tokens: int) -> None:
     """Raise Unreadable if a node is computed from more than some values per token."""
-    stack, seen = [node], set()
+    stack, visited = [node], set()
     while stack:
         node = stack.pop()
-        if node in seen or node.op == "placeholder":
+        if node in visited or node.op == "placeholder":
             continue
-        seen.add(node)
+        visited.add(node)
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.numel() > _LARGEST * tokens:
             raise Unreadable(f"{node.name} {list(value.shape)} is needed in whole")

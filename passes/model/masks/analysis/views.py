@@ -127,32 +127,32 @@ def rearranged(view: View) -> View | None:
     like = torch.empty_strided(shape, strides, device="meta")
     target = aten.view.default if node.target is aten._unsafe_view.default else None
     result = (target or node.target)(like, *node.args[1:], **node.kwargs)
-    left = {d for d, n in enumerate(result.shape) if n > 1 and result.stride(d)}
+    unplaced = {d for d, n in enumerate(result.shape) if n > 1 and result.stride(d)}
     start, axes = result.storage_offset(), []
     for size, stride in zip(shape, strides, strict=True):
         first, start = divmod(start, stride)
         axis = MaskAxis("", torch.tensor([first])) if size > 1 else NONE
-        for dim in sorted(left):
+        for dim in sorted(unplaced):
             step, rest = divmod(result.stride(dim), stride)
             if not rest and first + step * (result.shape[dim] - 1) < size:
-                kept = torch.arange(result.shape[dim]) * step + first
-                axis = picked(view.axes[dim], kept, size)
-                left.remove(dim)
+                positions = torch.arange(result.shape[dim]) * step + first
+                axis = picked(view.axes[dim], positions, size)
+                unplaced.remove(dim)
                 break
         axes.append(axis)
-    return None if left else View(source, tuple(axes))  # some are split, or joined
+    return None if unplaced else View(source, tuple(axes))  # some are split, or joined
 
 
-def picked(axis: MaskAxis, kept: Tensor, size: int) -> MaskAxis:
-    """Return the axis of a dimension of `size`, whose positions `kept` are `axis`."""
+def picked(axis: MaskAxis, taken: Tensor, size: int) -> MaskAxis:
+    """Return the axis of a dimension of `size`, whose positions `taken` are `axis`."""
     if axis.positions is not None:
-        kept = kept[axis.positions]
+        taken = taken[axis.positions]
     elif not axis.meaning:  # of one position
-        kept = kept[:1]
+        taken = taken[:1]
     if size == 1:
         return NONE
-    in_order = len(kept) == size and torch.equal(kept, torch.arange(size))
-    return replace(axis, positions=None if in_order else kept)
+    in_order = len(taken) == size and torch.equal(taken, torch.arange(size))
+    return replace(axis, positions=None if in_order else taken)
 
 
 # Calls whose result is a part of their argument, in other dimensions.

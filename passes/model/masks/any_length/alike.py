@@ -58,60 +58,63 @@ def _is_alike(node: fx.Node) -> bool:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     names = (argument.name for argument in target._schema.arguments)
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    for name, argument in given.items():
+    arguments: dict[str, Any] = {
+        **dict(zip(names, node.args, strict=False)),
+        **node.kwargs,
+    }
+    for name, argument in arguments.items():
         numbers = (n for n in _nodes(argument) if not isinstance(_value(n), Tensor))
         if name not in ("size", "end") and any(True for _ in numbers):
             return False
     if is_pointwise(target) or target in _ALIKE:
         return True
     check = _CHECKS.get(target)
-    return check is not None and check(node, given)
+    return check is not None and check(node, arguments)
 
 
 def _nodes(argument: Any) -> Iterator[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(argument, found.append)
-    return iter(found)
+    nodes: list[fx.Node] = []
+    fx.map_arg(argument, nodes.append)
+    return iter(nodes)
 
 
 def _value(node: Any) -> Any:
     return node.meta["val"]
 
 
-def _keeps_symbols(node: fx.Node, given: dict[str, Any]) -> bool:
+def _keeps_symbols(node: fx.Node, arguments: dict[str, Any]) -> bool:
     """Tell whether a view keeps each symbolic size, and so what is between them."""
-    before, after = (_between_symbols(_value(x)) for x in (given["self"], node))
+    before, after = (_between_symbols(_value(x)) for x in (arguments["self"], node))
     return len(before) == len(after) and all(map(is_same, before, after))
 
 
 def _between_symbols(value: Tensor) -> list[Any]:
     """Return lengths, and the products of the sizes before, between and after them."""
-    found: list[Any] = [1]
+    extents: list[Any] = [1]
     for size in value.shape:
         if is_symbol(size):
-            found += [size, 1]
+            extents += [size, 1]
         else:
-            found[-1] *= int(size)
-    return found
+            extents[-1] *= int(size)
+    return extents
 
 
-def _is_from_the_start(node: fx.Node, given: dict[str, Any]) -> bool:
+def _is_from_the_start(node: fx.Node, arguments: dict[str, Any]) -> bool:
     """Tell whether a slice or an element counts from the start.
 
     A negative number would count from the end.
     """
-    return int(given.get("start") or given.get("index") or 0) >= 0
+    return int(arguments.get("start") or arguments.get("index") or 0) >= 0
 
 
-def _is_of_fixed_table(node: fx.Node, given: dict[str, Any]) -> bool:
+def _is_of_fixed_table(node: fx.Node, arguments: dict[str, Any]) -> bool:
     """Tell whether a look-up has a fixed table: only its indices may be more."""
-    return not _has_symbol(_value(given["weight"]))
+    return not _has_symbol(_value(arguments["weight"]))
 
 
-def _is_after_fixed(node: fx.Node, given: dict[str, Any]) -> bool:
+def _is_after_fixed(node: fx.Node, arguments: dict[str, Any]) -> bool:
     """Tell whether only the last part of a cat may be longer."""
-    dim, parts = given.get("dim", 0), given["tensors"]
+    dim, parts = arguments.get("dim", 0), arguments["tensors"]
     return not any(is_symbol(_value(part).shape[dim]) for part in parts[:-1])
 
 
@@ -124,8 +127,8 @@ def _is_looked_up(
     """
     _, indices = copy.args
     assert isinstance(indices, list | tuple)
-    given = [i for i in indices if isinstance(i, fx.Node)]
-    if any(_value(i).dtype == torch.bool for i in given):
+    index_nodes = [i for i in indices if isinstance(i, fx.Node)]
+    if any(_value(i).dtype == torch.bool for i in index_nodes):
         return False
     if not _has_symbol(_value(node.args[0])):
         return True
@@ -133,7 +136,7 @@ def _is_looked_up(
         i in moving
         or _value(i).numel() > _MOST_INDICES
         or bool((evaluator.value(i) < 0).any())
-        for i in given
+        for i in index_nodes
     )
 
 

@@ -119,19 +119,21 @@ class _Sizes:
         if not is_symbol(size):
             return int(size)
         assert isinstance(size, torch.SymInt)
-        found = size.node.expr.xreplace(self.values)
-        if not found.is_Integer:
+        number = size.node.expr.xreplace(self.values)
+        if not number.is_Integer:
             raise LengthNotSymbolic(f"an attn_mask has the size {size}")
-        return int(found)
+        return int(number)
 
-    def value(self, node: fx.Node, known: Tensor) -> Any:
-        """Compute the value of a node; `known` is its value with symbols."""
-        if any(n == self.tokens for n in known.shape if not is_symbol(n)):
+    def value(self, node: fx.Node, symbolic: Tensor) -> Any:
+        """Compute the value of a node; `symbolic` is its value with symbols."""
+        if any(n == self.tokens for n in symbolic.shape if not is_symbol(n)):
             raise LengthNotSymbolic(f"{node.name} of an attn_mask has {self.tokens}")
         if node.op != "call_function":
-            shape, stride = known.shape, known.stride()
+            shape, stride = symbolic.shape, symbolic.stride()
             layout = ([self.number(n) for n in x] for x in (shape, stride))
-            return torch.empty_strided(*layout, dtype=known.dtype, device=known.device)
+            return torch.empty_strided(
+                *layout, dtype=symbolic.dtype, device=symbolic.device
+            )
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         assert callable(node.target)
         try:
@@ -146,8 +148,8 @@ class _Sizes:
 class AnyLengthWriter(MaskWriter):
     """Writer of nodes that serve every length up to the longest."""
 
-    def __init__(self, longest: LongestMask, graph: fx.Graph, *others: Any) -> None:
-        super().__init__(graph, *others)
+    def __init__(self, longest: LongestMask, graph: fx.Graph, *args: Any) -> None:
+        super().__init__(graph, *args)
         self.longest = longest
         self._copies = dict(longest.symbolic.inputs)
         self._length: fx.Node | None = None
@@ -204,8 +206,8 @@ class AnyLengthWriter(MaskWriter):
             if target is aten.reshape.default:
                 (shape,) = args
                 args = [[-1 if n == self.longest.tokens else n for n in shape]]
-            given = (self.constant(a) if isinstance(a, Tensor) else a for a in args)
-            node = self.call(target, node, *given)
+            operands = (self.constant(a) if isinstance(a, Tensor) else a for a in args)
+            node = self.call(target, node, *operands)
         return node
 
     def copy(self, node: fx.Node) -> fx.Node:
