@@ -97,9 +97,9 @@ def _refuse_views(graph_values: GraphValues, node: fx.Node, base: fx.Node) -> No
     if views:
         raise RewriteError(
             f"{node.name} at {where(node)} writes into "
-            f"{_caller_input(graph_values, base)}, a DTensor that the caller keeps, and {views[0].name}, a part of it, is "
-            "written or read later; needed a write to the whole, and views that are "
-            "made after it"
+            f"{_caller_input(graph_values, base)}, a DTensor that the caller keeps, "
+            f"and {views[0].name}, a part of it, is written or read later; "
+            "needed a write to the whole, and views that are made after it"
         )
 
 

@@ -57,8 +57,8 @@ def in_place(graph_values: GraphValues, node: fx.Node) -> Decision:
         written_names = ", ".join(x.name for x in written_by(node)) or "no tensor"
         raise RewriteError(
             f"{node.name} at {where(node)} writes into {written_names}; needed an "
-            "operator that writes into its first argument alone and returns nothing else, or "
-            "one that returns new tensors: register it with mutates_args=()"
+            "operator that writes into its first argument alone and returns nothing "
+            "else, or one that returns new tensors: register it with mutates_args=()"
         )
     if _is_memory_of_caller(graph_values, base):
         return Plain(_on_gathered(graph_values, node))
