@@ -129,7 +129,7 @@ def token_dim(
         return None
     placement = value.placements[axis]
     dim = getattr(placement, "dim", None)
-    if dim is None:
+    if dim is None or dim >= value.ndim:  # DTensor forgets that an index drops a dim
         return None
     outer = getattr(placement, "split_factor", 1)
     for other, other_placement in enumerate(value.placements):

@@ -26,7 +26,8 @@ from ...flow.shaped_calls import shaped_call
 from ...flow.token_sources import token_sources
 from ...graph.calls import spelled
 from ...graph.nodes import expected_shape, fake_value, sub_graph
-from ...graph.sequence_tokens import SequenceDim, TokenAxis, TokenDim
+from ...graph.sequence_tokens import SequenceDim, TokenAxis, TokenDim, whole_keys
+from ..normalize.pad_convolutions import convolved
 from ..sharding.dim_flows import part_written
 
 CREATIONS = (
@@ -130,6 +131,8 @@ class DimClass:
     ) -> Iterator[tuple[fx.Node, TokenDim]]:
         if node.op not in ("call_function", "call_method"):
             return
+        if node.target is whole_keys or convolved(node) is not None:
+            return
         sequence, index = SequenceDim(dim, self.entries), None
         if node.target is operator.getitem:
             arguments: tuple[Any, ...] = node.args
@@ -144,6 +147,8 @@ class DimClass:
 
     def _after(self, user: fx.Node) -> None:
         if user.op == "output" or sub_graph(user) is not None:
+            return
+        if user.target is whole_keys:  # every rank has all of these
             return
         if spelled(user) in CREATIONS:
             return
@@ -173,9 +178,16 @@ class DimClass:
 
         None where entries meet or nothing is known; a sum has no dimension.
         """
+        convolution = convolved(node)
+        own = {x: self.dims[x] for x in node.all_input_nodes if x in self.dims}
+        if convolution is not None:  # rows of a batch are all that we know
+            x, weight = convolution
+            rows = {x: TokenDim(0)}
+            is_batch = fake_value(x).ndim == fake_value(weight).ndim
+            return (TokenDim(0), rows) if is_batch and own == rows else None
         table = dim_map(node)
         if table is not None and not table.draws:
-            axes = {x: self._axis(x) for x in node.all_input_nodes if x in self.dims}
+            axes = {x: self._axis(x) for x in own}
             found = table.after(node, axes, self.entries)
             if found is not None:
                 at, operands = found
@@ -192,7 +204,6 @@ class DimClass:
         if flow is None or flow.ends_sums or flow.draws or not flow.tensors:
             return None
         cut = {leaves[i]: dim for i, dim in flow.cut.items()}
-        own = {x: self.dims[x] for x in node.all_input_nodes if x in self.dims}
         roles_of_results = {x.role for x in flow.tensors}
         if len(roles_of_results) != 1:
             return None

@@ -37,6 +37,7 @@ from ...graph.attention_calls import is_attention
 from ...graph.calls import canonical_call, spelled
 from ...graph.context import Context, InputKind
 from ...graph.cp_attention import is_cp_attention
+from ...graph.effects import is_in_place
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     all_graphs,
@@ -45,6 +46,7 @@ from ...graph.nodes import (
     fake_mode_of,
     fake_value,
     insert_call,
+    storage,
     sub_graph,
 )
 from ...graph.sequence_tokens import TokenDim, exchanged, is_row_parallel_operand
@@ -112,6 +114,7 @@ class _Exchange:
         self.tokens = DimClass(self.flows, self.links, tokens, 1)
         self.tokens.grow({x: d for x, d in seeds.items() if _size(x, d) == tokens})
         self.classes: list[DimClass] = []
+        self._written = _written_memory(self.nodes)
         self.computed = _computed_of(
             graph, {x for x in self.tokens.dims if x.op == "placeholder"}, self.links
         )
@@ -230,6 +233,8 @@ class _Exchange:
         """Return the seconds of a call on either side; None where it must not be."""
         if node.op == "placeholder":
             return 0.0, (None if node not in self.links else 0.0)
+        if self.is_written(node):
+            return 0.0, None
         local = entries.is_local(node) or not self.computed.intersection(
             node.all_input_nodes
         )
@@ -256,6 +261,11 @@ class _Exchange:
         with_tokens = [x for x in node.all_input_nodes if x in self.tokens.dims]
         return self._gather_price(with_tokens) + in_full, moved
 
+    def is_written(self, node: fx.Node) -> bool:
+        """Tell whether a call writes to the memory of a value, or of an operand."""
+        values = (node, *node.all_input_nodes) if is_in_place(node) else (node,)
+        return any(storage(x) in self._written for x in values)
+
     def _gather_price(self, operands: Iterable[fx.Node]) -> float:
         """Return the seconds to gather values, and their gradients."""
         ranks = self.ctx.ranks
@@ -279,7 +289,7 @@ class _Exchange:
         token_dim, dim = self.tokens.dims.get(node), entries.dims.get(node)
         if token_dim is None or dim is None or token_dim.dim == dim.dim:
             return None
-        if token_dim.outer > 1 or dim.outer > 1:
+        if token_dim.outer > 1 or dim.outer > 1 or self.is_written(node):
             return None
         value = fake_value(node)
         if _size(node, token_dim) != self.tokens.entries:
@@ -328,6 +338,21 @@ class _Exchange:
         self.computed.add(new)
         for user in users:
             user.replace_input_with(node, new)
+
+
+def _written_memory(nodes: Iterable[fx.Node]) -> set[int | None]:
+    """Return the memory that calls write to, but for that of new tensors.
+
+    Whatever names such memory has to lie in it as the caller knows it.
+    """
+    written = {
+        storage(node.args[0])
+        for node in nodes
+        if is_in_place(node)
+        and isinstance(node.args[0], fx.Node)
+        and not (spelled(node) == "setitem" and spelled(node.args[0]) in CREATIONS)
+    }
+    return written - {None}
 
 
 def _is_whole(node: fx.Node, moved: set[fx.Node]) -> bool:

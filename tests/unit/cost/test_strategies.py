@@ -70,6 +70,7 @@ def test_operators_that_send_are_known_by_their_schemas() -> None:
     assert found == {
         "all_gather_attention",
         "all_gather_attention_backward",
+        "dim_exchange",
         "halo_exchange",
         "halo_exchange_backward",
         "relayout",
