@@ -148,7 +148,14 @@ class Flows:
             mesh = self._meshes[ranks] = entry_mesh(self.device_type, ranks)
         random = RandomNumbers()  # type: ignore[no-untyped-call]
         try:
-            with nothing_moves() as moves, self.fake_mode, torch.no_grad(), random:
+            with ExitStack() as stack:
+                moves = stack.enter_context(nothing_moves())
+                for mode in (self.fake_mode, torch.no_grad(), random):
+                    stack.enter_context(mode)
+                if self.fake_mode.shape_env is not None:
+                    # Sizes that only data tells are symbols of this question alone.
+                    symbols = self.fake_mode.shape_env.ignore_fresh_unbacked_symbols()
+                    stack.enter_context(symbols)
                 operands = call.operands(mesh, roles)
                 result = call.run(operands)
         except Exception as error:  # whatever DTensor's rules or views raise

@@ -123,6 +123,8 @@ def without_data(leaf: Any) -> Any:
         value = leaf
     if isinstance(value, Tensor):
         return TensorShape.of(value)
+    if isinstance(value, slice):  # its ends may be sizes of the graph
+        return slice(*map(without_data, (value.start, value.stop, value.step)))
     if isinstance(value, tuple | list):  # sizes, or several results
         return type(value)(map(without_data, value))
     return expected(value) if isinstance(value, torch.SymInt) else value

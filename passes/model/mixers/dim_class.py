@@ -97,6 +97,8 @@ class DimClass:
 
     def _is_local_in_parts(self, node: fx.Node) -> bool:
         """Tell whether DTensor makes a call on uneven parts as on single entries."""
+        if spelled(node) in ("view", "reshape", "flatten", "unflatten"):
+            return False  # DTensor takes them for views of the uneven dimension, too
         call, leaves = shaped_call(node)
         roles = [self.dims.get(x) if isinstance(x, fx.Node) else None for x in leaves]
         flow = self.flows.of(call, roles, self.entries, self.ranks)

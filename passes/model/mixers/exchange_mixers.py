@@ -59,6 +59,8 @@ from .dim_class import CREATIONS, DimClass, linked_values
 @graph_pass()
 def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
     """Exchange tokens for another dimension; return how many calls that is good for."""
+    if any(_is_symbolic(fake_value(x)) for x in all_nodes(graph)):
+        return 0  # a program for many lengths, or of sizes that only data tells
     seeds = dict(_sequences(graph, ctx))
     lengths = {_size(node, dim) for node, dim in seeds.items()}
     return sum(
@@ -77,6 +79,12 @@ def _sequences(graph: fx.Graph, ctx: Context) -> Iterator[tuple[fx.Node, TokenDi
     for node in all_nodes(graph):
         for operand, dim in token_operands(node):
             yield operand, TokenDim(dim)
+
+
+def _is_symbolic(value: Any) -> bool:
+    return is_symbol(value) or (
+        isinstance(value, Tensor) and any(map(is_symbol, value.shape))
+    )
 
 
 def _size(node: fx.Node, dim: TokenDim) -> int:
@@ -156,8 +164,6 @@ class _Exchange:
                     continue
                 if leaves_ranks_empty(size, self.ctx.ranks):
                     continue  # views of empty parts fail
-                if is_symbol(fake_value(operand).shape[dim]):
-                    continue
                 known = next(
                     (c for c in self.classes if c.dims.get(operand) == TokenDim(dim)),
                     None,

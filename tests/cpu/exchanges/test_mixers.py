@@ -36,8 +36,11 @@ def test_a_mixer_equals_one_process(pools, name, world, batch, tokens):
     arguments = (name, world, batch, tokens)
     for comparison, count in pools[world].run(run, *arguments, timeout=120):
         comparison.check()
-        # Two rows of a batch are all that its norm leaves independent.
-        stays = name == "NormOverHeads" and batch == 1
+        # Two rows of a batch are all that a norm leaves independent, and heads that
+        # three ranks do not divide are views of their channels.
+        stays = (name == "NormOverHeads" and batch == 1) or (
+            name == "WrittenChunks" and world == 3
+        )
         assert (count == 0) == stays
         if not stays:
             assert comparison.warnings == []
