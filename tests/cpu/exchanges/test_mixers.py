@@ -30,6 +30,15 @@ def run(name, world, batch, tokens, **options):
     return comparison, counters["cpcompile"]["exchange_mixers"]
 
 
+@pytest.mark.slow(
+    but=[
+        "LinearAttention-2-2-16",
+        "Retention-2-1-16",
+        "WrittenChunks-2-1-16",
+        "LongConvolution-3-1-20",
+        "MinGRU-3-1-20",
+    ]
+)
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("name", "world", "batch", "tokens"), CASES)
 def test_a_mixer_equals_one_process(pools, name, world, batch, tokens):
