@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -177,6 +178,17 @@ class Flows:
             moves.ends_sums,
             random.drawn,
         )
+
+
+_flows: WeakKeyDictionary[FakeTensorMode, Flows] = WeakKeyDictionary()
+
+
+def flows_of(fake_mode: FakeTensorMode, device_type: str) -> Flows:
+    """Return what all passes over the graph of a fake mode share; they ask alike."""
+    flows = _flows.get(fake_mode)
+    if flows is None or flows.device_type != device_type:
+        flows = _flows[fake_mode] = Flows(fake_mode, device_type)
+    return flows
 
 
 def entry_mesh(device_type: str, entries: int) -> DeviceMesh:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
-from ..flow.flow import Flows
+from ..flow.flow import flows_of
 from ..flow.trial import Trial
 from ..graph.calls import function_of
 from ..graph.context import Context
@@ -39,7 +39,7 @@ class GraphValues:
         self.ctx = ctx
         self.on = MeshAxis(ctx.mesh, ctx.axis)
         self.trial = Trial(fake_mode, ctx.length is not None, ctx.backward)
-        self.flows = Flows(fake_mode, ctx.mesh.device_type)
+        self.flows = flows_of(fake_mode, ctx.mesh.device_type)
 
     def value(self, argument: Any) -> Any:
         """Return the fake value of an argument, which may be nested."""

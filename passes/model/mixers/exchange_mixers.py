@@ -32,7 +32,7 @@ from cpcompile.cost.relayout_cost import relayout_seconds
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import is_symbol
 
-from ...flow.flow import Flows
+from ...flow.flow import flows_of
 from ...graph.attention_calls import is_attention
 from ...graph.calls import canonical_call, spelled
 from ...graph.context import Context, InputKind
@@ -117,7 +117,7 @@ class _Exchange:
             for node in each.nodes
             if sub_graph(node) is None
         ]
-        self.flows = Flows(fake_mode_of(graph), ctx.mesh.device_type)
+        self.flows = flows_of(fake_mode_of(graph), ctx.mesh.device_type)
         self.links = linked_values(graph)
         self.tokens = DimClass(self.flows, self.links, tokens, 1)
         self.tokens.grow({x: d for x, d in seeds.items() if _size(x, d) == tokens})

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, Size, is_same, is_symbol
 
-from ...flow.flow import Flows
+from ...flow.flow import Flows, flows_of
 from ...graph.calls import canonical_call, spelled
 from ...graph.context import Context
 from ...graph.dispatch_calls import NotByRows, given, need
@@ -55,7 +55,7 @@ def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
     Raises: LengthNotSymbolic if a region has a symbolic number of tokens and is no
         dispatch.
     """
-    flows = Flows(fake_mode_of(graph), ctx.mesh.device_type)
+    flows = flows_of(fake_mode_of(graph), ctx.mesh.device_type)
     attention = {call.node for call in ctx.findings.calls}
     folded = 0
     for subgraph in all_graphs(graph):

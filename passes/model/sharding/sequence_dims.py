@@ -28,7 +28,7 @@ from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected, is_divided, is_symbol
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
-from ...flow.flow import Flows
+from ...flow.flow import flows_of
 from ...flow.token_sources import token_sources
 from ...graph.nodes import all_graphs, fake_value, sub_graph
 from ...graph.sequence_tokens import SequenceDim, TokenDim
@@ -91,7 +91,7 @@ class SequenceDims:
         self.ranks = mesh.size(axis)
         self.found: dict[fx.Node, list[SequenceDim]] = {}
         self.begins: set[fx.Node] = set()
-        self._flows = Flows(fake_mode, mesh.device_type)
+        self._flows = flows_of(fake_mode, mesh.device_type)
         self._arguments = dict(_region_arguments(graph))
         self.attended: set[int] = set()
         questions = []
