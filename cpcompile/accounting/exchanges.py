@@ -16,6 +16,7 @@ from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.passes.graph.nodes import module_path
 
 _OF_OPERATOR = {
+    "dim_exchange": Purpose.MIXER,
     "halo_exchange": Purpose.NEIGHBOURS,
     "halo_exchange_backward": Purpose.NEIGHBOURS,
     "relayout": Purpose.LAYOUT,

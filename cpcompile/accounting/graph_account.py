@@ -28,6 +28,7 @@ class Purpose(Enum):
     """The reason why ranks exchange something."""
 
     ATTENTION = "attention"
+    MIXER = "mixer"  # tokens for another dimension, along which a mixer is split
     NEIGHBOURS = "tokens of neighbours"  # a halo of a convolution
     LAYOUT = "token layout"  # tokens move from one layout to another
     GRADIENT = "gradient"  # of an input of the graph, such as a parameter

@@ -1,12 +1,17 @@
 """Mixers in parts along another dimension, against one process, in float64."""
 
+from collections import Counter
 from unittest import mock
 
 import pytest
+import torch
 from torch._dynamo.utils import counters
 
+import cpcompile as cp
+from cpcompile.accounting.graph_account import GraphDirection, Purpose
 from cpcompile.passes.model.mixers import exchange_mixers
 from tests.cpu.against_one_process import compare
+from tests.cpu.attention_cases import sequence_mesh
 from tests.support.mixers import MIXERS
 
 # Rows of a batch, heads and channels that two ranks divide; and channels that three
@@ -18,16 +23,45 @@ CASES = [
 ]
 
 
+def dear():
+    """Give gathers a price that no exchange has; small tensors are gathered else."""
+    return mock.patch.object(exchange_mixers._Exchange, "_gather_price", lambda *_: 1.0)
+
+
 def run(name, world, batch, tokens, **options):
     """Compare a mixer that is exchanged whatever that costs; count its calls."""
     counters.clear()
-    # A price that no exchange has: small tensors are gathered otherwise.
-    dear = mock.patch.object(exchange_mixers._Exchange, "_gather_price", lambda *_: 1.0)
-    with dear:
+    with dear():
         comparison = compare(
             MIXERS[name], (batch, tokens, 32), world, shard={"x": 1}, **options
         )
     return comparison, counters["cpcompile"]["exchange_mixers"]
+
+
+def explained(tokens):
+    """What a linear attention by heads exchanges, by purpose."""
+    mesh = sequence_mesh(2)
+    options = {"mesh": mesh, "shard": {"x": 1}, "inner": "aot_eager"}
+    compiled = torch.compile(MIXERS["LinearAttention"](), backend="cp", options=options)
+    with dear():
+        explanation = cp.explain(compiled, torch.randn(1, tokens, 32).requires_grad_())
+    (graph,) = explanation.graphs
+    exchanges = [x for account in graph.accounts for x in account.exchanges]
+    sums = Counter()
+    for exchange in exchanges:
+        sums[exchange.direction, exchange.purpose] += exchange.bytes
+    return sums
+
+
+def test_what_is_exchanged_is_listed(pools):
+    """q, k and v leave the side of the tokens and one result comes back."""
+    (listed, _) = pools[2].run(explained, 16)
+    value = (
+        16 * 32 * 4 // 4
+    )  # of four parts of a float32 value one comes from the other
+    for direction in GraphDirection:
+        assert listed[direction, Purpose.MIXER] == 4 * value
+    assert not any(purpose is Purpose.VALUE for _, purpose in listed)
 
 
 @pytest.mark.slow(
