@@ -14,8 +14,8 @@ from torch import Tensor
 from cpcompile.geometry.mask_blocks import summary_size
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.attention_spec import AttentionInputs
-from cpcompile.ops.step.masked_rows import MaskedRows
 from cpcompile.ops.step.row_mask import may_be_shifted
+from cpcompile.ops.step.rows_under_mask import MaskedRows
 from cpcompile.ops.step.step_arguments import RingPlace
 
 

@@ -35,10 +35,10 @@ from cpcompile.ops.attention_spec import (
     is_of_positions,
 )
 from cpcompile.ops.step.aten_flash import is_empty
-from cpcompile.ops.step.masked_rows import MaskedRows, MaskSummary, TokenSpans
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.row_mask import RowMask
 from cpcompile.ops.step.row_work import RowWork
+from cpcompile.ops.step.rows_under_mask import MaskedRows, MaskSummary, TokenSpans
 from cpcompile.ops.step.template_steps import Launch, TemplateSteps
 
 _LAYOUTS = tuple(Layout)

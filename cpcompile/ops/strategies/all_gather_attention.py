@@ -32,10 +32,10 @@ from cpcompile.ops.step.block_attention import (
     row_dots,
     with_column,
 )
-from cpcompile.ops.step.masked_rows import MaskedRows, TokenSpans
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import new_bias_gradient
 from cpcompile.ops.step.row_gradients import RowGradients, SavedRows
+from cpcompile.ops.step.rows_under_mask import MaskedRows, TokenSpans
 from cpcompile.ops.strategies.contract import (
     check_inputs,
     check_mask_layout,

@@ -14,10 +14,10 @@ from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import spans
 from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.step.block_attention import kernel_of_masked, with_column
-from cpcompile.ops.step.masked_rows import MaskedRows, TokenSpans
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.row_gradients import RowGradients, SavedRows
 from cpcompile.ops.step.row_work import RowWork
+from cpcompile.ops.step.rows_under_mask import MaskedRows, TokenSpans
 from cpcompile.ops.strategies.contract import (
     check_inputs,
     check_layout,

@@ -11,7 +11,7 @@ from cpcompile.geometry.mask_cache import is_cached
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.attention_spec import is_of_positions
 from cpcompile.ops.step.mask_summary import mask_summary
-from cpcompile.ops.step.masked_rows import MaskedRows, MaskSummary
+from cpcompile.ops.step.rows_under_mask import MaskedRows, MaskSummary
 from cpcompile.ops.strategies.ring_schedule import Ring
 from cpcompile.torch_private.fake_tensors import is_fake
 

@@ -41,7 +41,7 @@ from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.attention_spec import PLAIN, AttentionInputs
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
-from cpcompile.ops.step.masked_rows import MaskSummary
+from cpcompile.ops.step.rows_under_mask import MaskSummary
 from cpcompile.ops.step.step_arguments import (
     ChunkLimits,
     ChunkMask,

@@ -275,7 +275,7 @@ class _Exchange:
     def _gather_price(self, operands: Iterable[fx.Node]) -> float:
         """Return the seconds to gather values, and their gradients."""
         ranks = self.ctx.ranks
-        return sum(
+        return math.fsum(  # the same on every rank, in whatever order
             (2 if self.ctx.backward else 1)
             * relayout_seconds(self.ctx.profile, ranks, _bytes(x))
             for x in operands

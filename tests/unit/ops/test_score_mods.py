@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpcompile.ops.step import masked_rows, row_mask
+from cpcompile.ops.step import row_mask, rows_under_mask
 from tests.support.attention_calls import (
     attention,
     groups_of,
@@ -54,7 +54,7 @@ def step(dtype, call):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_against_autograd(one_rank, monkeypatch, strategy, dtype, ranges, elements):
     """ranges: whether key ranges say besides what the function hides."""
-    for module in (masked_rows, row_mask):
+    for module in (rows_under_mask, row_mask):
         monkeypatch.setattr(module, "MASK_ELEMENTS", elements)
 
     def parts(q, k, v, own):
@@ -103,7 +103,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.slow
 def test_nothing_is_held_for_all_pairs(monkeypatch):
     tokens, elements = 512, 4096
-    for module in (masked_rows, row_mask):
+    for module in (rows_under_mask, row_mask):
         monkeypatch.setattr(module, "MASK_ELEMENTS", elements)
     q = torch.randn(1, 4, tokens, 4)
     own = captured(torch.float32, tokens)

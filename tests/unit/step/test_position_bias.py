@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.mask_tiles import TokenSpan
-from cpcompile.ops.step import masked_rows, row_mask
+from cpcompile.ops.step import row_mask, rows_under_mask
 from cpcompile.ops.step.position_bias import (
     PositionBias,
     add_bias_gradient,
@@ -84,7 +84,7 @@ def outcome(bias: torch.Tensor, queries: int, keys: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("numbers", [KEYS, QUERIES + KEYS - 1])
 def test_rows_of_low_numbers_are_as_those_of_pairs(monkeypatch, numbers, low, elements):
     """Also where a row has nothing else: Note [Rows of low numbers]."""
-    for module in (masked_rows, row_mask):
+    for module in (rows_under_mask, row_mask):
         monkeypatch.setattr(module, "MASK_ELEMENTS", elements)
     bias = table(numbers, (2, 4))
     bias[:, :2] = bias[:, :2].masked_fill(torch.arange(numbers) >= 4, low)
@@ -114,7 +114,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("low", [0.0, -1e9])
 def test_nothing_is_held_for_all_pairs(monkeypatch, low):
     tokens, elements = 512, 4096
-    for module in (masked_rows, row_mask):
+    for module in (rows_under_mask, row_mask):
         monkeypatch.setattr(module, "MASK_ELEMENTS", elements)
     q = torch.randn(1, 2, tokens, 4)
     bias = torch.randn(1, 2, 2 * tokens - 1)

@@ -9,7 +9,7 @@ from cpcompile import config
 from cpcompile.geometry.blocks import Block
 from cpcompile.kernels import choice
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.step import masked_rows, row_gradients
+from cpcompile.ops.step import row_gradients, rows_under_mask
 from cpcompile.ops.step.block_attention import masked_kernel
 from cpcompile.ops.step.row_mask import RowMask
 from tests.support.attention_calls import attention
@@ -97,7 +97,7 @@ def test_masks_and_scores_are_bounded(monkeypatch, elements, sizes, grad):
 
     monkeypatch.setattr(RowMask, "of_block", noted_mask)
     monkeypatch.setattr(row_gradients, "math_backward", noted_scores)
-    monkeypatch.setattr(masked_rows, "MASK_ELEMENTS", elements)
+    monkeypatch.setattr(rows_under_mask, "MASK_ELEMENTS", elements)
     q, k, v = make_operands(torch.float32, 2, S, S)
     bias = torch.randn(*sizes, S, S, requires_grad=grad)
     key_ranges, hidden = causal()
@@ -130,7 +130,7 @@ LOWEST = torch.finfo(torch.float32).min
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_row_of_low_numbers_is_the_same_in_parts(monkeypatch, low, grad):
     """Note [Rows of low numbers]: the mean where there are no digits for scores."""
-    monkeypatch.setattr(masked_rows, "MASK_ELEMENTS", 256)
+    monkeypatch.setattr(rows_under_mask, "MASK_ELEMENTS", 256)
     q, k, v = make_operands(torch.float32, 4, S, S)
     bias = torch.randn(2, 1, S, S).masked_fill(causal()[1], low)
     bias[:, :, ::3] = low
@@ -153,7 +153,7 @@ def test_a_row_of_low_numbers_is_the_same_in_parts(monkeypatch, low, grad):
 @pytest.mark.parametrize("elements", [100, 1 << 24])
 def test_gradients_of_lost_rows(monkeypatch, grad, softcap, elements):
     """Padding on the left of one entry of the batch, with the gradients of autograd."""
-    for module in (masked_rows, row_gradients):
+    for module in (rows_under_mask, row_gradients):
         monkeypatch.setattr(module, "MASK_ELEMENTS", elements)
     q, k, v = make_operands(torch.float32, 4, S, S)
     bias = torch.zeros(2, 1, S, S).masked_fill(causal()[1], LOWEST)
@@ -171,7 +171,7 @@ def test_gradients_of_lost_rows(monkeypatch, grad, softcap, elements):
 
 @pytest.mark.parametrize("low", [LOWEST, -1e9])
 def test_what_limits_hide_is_not_the_highest(monkeypatch, low):
-    monkeypatch.setattr(masked_rows, "MASK_ELEMENTS", 256)
+    monkeypatch.setattr(rows_under_mask, "MASK_ELEMENTS", 256)
     q, k, v = make_operands(torch.float32, 4, S, S)
     key_ranges, hidden = causal()
     bias = torch.zeros(2, 1, S, S)
@@ -233,7 +233,9 @@ def test_which_kernel_changes_scores(monkeypatch):
 def test_blocks_without_limits_have_no_mask():
     part = Block(0, 2, 0, 3)
     key_ranges = torch.tensor([[[0, 3]] * 2])
-    ranges = masked_rows.KeyRanges.of(key_ranges, None, None, 2, 3, key_ranges.device)
+    ranges = rows_under_mask.KeyRanges.of(
+        key_ranges, None, None, 2, 3, key_ranges.device
+    )
     bounds = (ranges.lower, ranges.upper, None, None)
     assert RowMask(*bounds, None).of_block(part, torch.float32) is None
     bias = torch.randn(1, 4, 2, 3)
