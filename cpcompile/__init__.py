@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from cpcompile.cost.planner import plan
     from cpcompile.frontend.local_view import ContextParallel
     from cpcompile.frontend.sharded_parameters import shard_parameters
+    from cpcompile.ops.mixers.mixer import MixerState
+    from cpcompile.ops.mixers.registry import register_mixer
     from cpcompile.ranks.local_batches import shard_batch
     from cpcompile.ranks.same_rows import same_rows
     from cpcompile.ranks.sharded_cache import shard_cache
@@ -20,10 +22,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ContextParallel",
     "Explanation",
+    "MixerState",
     "config",
     "explain",
     "fit",
     "plan",
+    "register_mixer",
     "same_rows",
     "shard",
     "shard_batch",
@@ -36,9 +40,11 @@ __all__ = [
 _HOMES = {
     "ContextParallel": "cpcompile.frontend.local_view",
     "Explanation": "cpcompile.reporting.explanation",
+    "MixerState": "cpcompile.ops.mixers.mixer",
     "explain": "cpcompile.reporting.explanation",
     "fit": "cpcompile.cost.max_sequence.fit",
     "plan": "cpcompile.cost.planner",
+    "register_mixer": "cpcompile.ops.mixers.registry",
     "same_rows": "cpcompile.ranks.same_rows",
     "shard_batch": "cpcompile.ranks.local_batches",
     "shard_cache": "cpcompile.ranks.sharded_cache",

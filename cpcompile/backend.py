@@ -19,6 +19,7 @@ from cpcompile.frontend.frame_chunks import run_with_room
 from cpcompile.frontend.gc_threshold import collected_rarely
 from cpcompile.frontend.request import agreed_request
 from cpcompile.logs import warn_once
+from cpcompile.ops.mixers.keep_mixers import is_known, keep
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.model.sharding.program_outputs import keep_named
 from cpcompile.progress import compiling
@@ -28,6 +29,7 @@ from cpcompile.torch_patches import (
     dead_collectives,
     fixed_rules,
     graph_breaks,
+    kept_mixers,
     local_memory,
     missing_gradients,
     redistribute_plans,
@@ -50,6 +52,7 @@ missing_gradients.install()
 saved_values.install()
 skipped_frames.install()
 graph_breaks.install()
+kept_mixers.install(is_known, keep)
 shard_placements.install()
 symbolic_tracing.install()
 symbols_in_dynamo.install()

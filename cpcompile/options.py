@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from cpcompile.cost.mixer_plan import MixerStrategy
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.errors import OptionError
 from cpcompile.geometry.layout import Layout
@@ -47,6 +48,9 @@ class Options:
     shard: argument name -> dimension of the sequence, for plain inputs.
     strategy: the same strategy for every attention call, or None to choose per call,
         also split_kv where there are fewer queries than ranks and no gradients.
+        A name of MixerStrategy is for calls that mix tokens and are no attention;
+        {"attention": .., "mixers": ..} is for both.
+    mixers: set by `strategy`: the same strategy for all of these, or None.
     layout: how the tokens of causal attention are dealt out to the ranks, or None to
         choose per call: see cpcompile.geometry.layout. The model sees them in order.
     strict: raise for what cannot be proven equal, instead of warning and gathering.
@@ -79,6 +83,7 @@ class Options:
     axis: str | tuple[str, str] = "cp"
     shard: Mapping[str, int] = field(default_factory=dict)
     strategy: Strategy | None = None
+    mixers: MixerStrategy | None = None
     layout: Layout | None = None
     strict: bool = True
     inner: str = "inductor"
@@ -127,13 +132,51 @@ def _is_share_or_bytes(value: Any) -> bool:
     return is_positive(value) or (type(value) is float and 0.0 <= value <= 1.0)
 
 
+_OF_ATTENTION = tuple(s.value for s in SEQUENCE_STRATEGIES)
+_OF_MIXERS = tuple(s.value for s in MixerStrategy)
+
+
+def _is_strategy(value: Any) -> bool:
+    return isinstance(value, str) and value in (*_OF_ATTENTION, *_OF_MIXERS)
+
+
+def _are_strategies(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(x, str | None)
+        and x
+        in (
+            None,
+            "auto",
+            *{"attention": _OF_ATTENTION, "mixers": _OF_MIXERS}.get(name, ()),
+        )
+        and name in ("attention", "mixers")
+        for name, x in value.items()
+    )
+
+
+def _strategies(value: Any) -> dict[str, Strategy | MixerStrategy]:
+    """Return the fields of Options that the option "strategy" says."""
+    if isinstance(value, str):
+        value = {"attention" if value in _OF_ATTENTION else "mixers": value}
+    parsed: dict[str, Strategy | MixerStrategy] = {}
+    if not is_left_to_us(value.get("attention")):
+        parsed["strategy"] = Strategy(value["attention"])
+    if not is_left_to_us(value.get("mixers")):
+        parsed["mixers"] = MixerStrategy(value["mixers"])
+    return parsed
+
+
 _RULES = {
     "mesh": SettingRule(lambda v: isinstance(v, DeviceMesh), "a DeviceMesh"),
     "axis": SettingRule(
         _is_axis, "the name of a mesh axis, or a tuple of two names", False
     ),
     "shard": SettingRule(_is_shard_map, "a dict {argument name: dimension}", False),
-    "strategy": one_of(*(s.value for s in SEQUENCE_STRATEGIES)),
+    "strategy": SettingRule(
+        lambda v: _is_strategy(v) or _are_strategies(v),
+        f'"auto", {", ".join(map(repr, (*_OF_ATTENTION, *_OF_MIXERS)))}, or a dict '
+        '{"attention": .., "mixers": ..} of two of them',
+    ),
     "layout": one_of(*(x.value for x in Layout)),
     "strict": BOOL,
     "inner": one_of("inductor", "aot_eager", automatic=False),
@@ -165,7 +208,6 @@ _FORMER = {
     for name in ("check_ranks", "memory_budget", "profile", "unroll")
 }
 _ENUMS: dict[str, type[Enum]] = {
-    "strategy": Strategy,
     "layout": Layout,
     "grad_sync": GradSync,
 }
@@ -207,6 +249,8 @@ def parse_options(
             raise OptionError(
                 f'option {name!r} of backend="cp": got {value!r}; needed {rule.needed}.'
             )
-        if not is_left_to_us(value):
+        if name == "strategy" and not is_left_to_us(value):
+            parsed |= _strategies(value)
+        elif not is_left_to_us(value):
             parsed[name] = _ENUMS[name](value) if name in _ENUMS else value
     return Options(**parsed)

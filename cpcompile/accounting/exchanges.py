@@ -17,6 +17,8 @@ from cpcompile.passes.graph.nodes import module_path
 
 _OF_OPERATOR = {
     "dim_exchange": Purpose.MIXER,
+    "passed_states": Purpose.MIXER,
+    "passed_states_backward": Purpose.MIXER,
     "halo_exchange": Purpose.NEIGHBOURS,
     "halo_exchange_backward": Purpose.NEIGHBOURS,
     "relayout": Purpose.LAYOUT,

@@ -246,8 +246,20 @@ def _other_dim(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
     return [Sent(Kind.ALL_TO_ALL, 1, count * arguments["x"].dtype.itemsize)]
 
 
+def _states(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+    size = bytes_of(arguments["part"]) + bytes_of(arguments["decay"])
+    return [Sent(Kind.ALL_GATHER, 1, (ranks - 1) * size)]
+
+
+def _states_backward(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+    size = bytes_of(arguments["grad_first"]) + bytes_of(arguments["grad_last"])
+    return [Sent(Kind.ALL_GATHER, 1, (ranks - 1) * size)]
+
+
 _OPERATORS: dict[str, Callable[[Arguments, int, int], list[Sent]]] = {
     "dim_exchange": _other_dim,
+    "passed_states": _states,
+    "passed_states_backward": _states_backward,
     "ring_attention": _ring,
     "ring_attention_backward": _ring_backward,
     "all_gather_attention": _gathered_keys,

@@ -205,6 +205,7 @@ class Attempts:
             buffers=without_changing(buffers, self.frame.code),
             profile=request.profile,
             strategy=options.strategy,
+            mixer_strategy=options.mixers,
             layout=given_layout(inputs, options),
             memory_budget=setting("memory_budget"),
             degrees=request.degrees,

@@ -4,10 +4,13 @@ from cpcompile.ops.comm.dim_exchange import dim_exchange
 from cpcompile.ops.comm.gradient_bucket import gradient_bucket
 from cpcompile.ops.comm.halo_exchange import halo_exchange
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
+from cpcompile.ops.comm.passed_states import passed_states, passed_states_backward
 from cpcompile.ops.comm.relayout import relayout
 from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
 from cpcompile.ops.comm.token_runs import move_runs
 from cpcompile.ops.dtensor import dtensor_rules, dtensor_sdpa
+from cpcompile.ops.mixers import mixer_work
+from cpcompile.ops.mixers.mixer_operator import mixer, mixer_backward
 from cpcompile.ops.row_numbers import row_numbers
 from cpcompile.ops.step import flop_formulas
 from cpcompile.ops.step.attention_step import attention_step
@@ -35,6 +38,7 @@ from cpcompile.ops.tile_sums import add_product_, after
 from cpcompile.torch_patches import dtensor_cat
 
 flop_formulas.register()
+mixer_work.register()
 dtensor_rules.register()
 dtensor_sdpa.register()
 dtensor_cat.register()
@@ -54,7 +58,11 @@ __all__ = [
     "hybrid_attention",
     "local_attention",
     "local_attention_backward",
+    "mixer",
+    "mixer_backward",
     "move_runs",
+    "passed_states",
+    "passed_states_backward",
     "relayout",
     "ring_attention",
     "ring_attention_backward",

@@ -172,6 +172,7 @@ def _rows(
     notes = graph.edges()
     notes += [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
     notes += [f"[{number}] {text}" for text, number in reasons.items()]
+    notes += [str(x) for x in graph.mixers]
     notes += [f"attention by hand that stays: {at}: {why}" for at, why in graph.left]
     notes += [
         f"attention by rows of queries: {at}: {why}" for at, why in graph.row_parallel

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from cpcompile.accounting.graph_account import GraphAccount
+from cpcompile.cost.mixer_plan import MixerPlan
 from cpcompile.cost.plans import Plan
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.layout import Layout
@@ -138,6 +139,7 @@ class GraphReport:
     tiles: regions that run tile by tile. saved: what a budget lets the forward save.
     folded: blocks that are one function, of the forward and of the backward.
     accounts: what the forward and the backward exchange.
+    mixers: what mixes tokens and is no attention, and how it is shared.
     gradients: what parameters get where it is not the complete gradient, and for whom.
     """
 
@@ -159,6 +161,7 @@ class GraphReport:
     saved: tuple[Saved, ...] = ()
     folded: tuple[FoldedBlocks, ...] = ()
     accounts: tuple[GraphAccount, ...] = ()
+    mixers: tuple[MixerPlan, ...] = ()
 
     @classmethod
     def of(
@@ -195,6 +198,7 @@ class GraphReport:
             saved=() if saving is None else tuple(saving.found),
             folded=() if folding is None else tuple(folding.found),
             accounts=tuple(accounts),
+            mixers=tuple(ctx.findings.mixers),
         )
 
     def summary(self) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from cpcompile.cost.hardware.profile import HardwareProfile
+from cpcompile.cost.mixer_plan import MixerPlan, MixerStrategy
 from cpcompile.cost.plans import Plan, Strategy
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
@@ -196,6 +197,8 @@ class Findings:
     # choose_strategy: the best plans on either side of a relayout
     contiguous_plans: dict[AttentionCall, Plan] = field(default_factory=dict)
     balanced_plans: dict[AttentionCall, Plan] = field(default_factory=dict)
+    # exchange_mixers: what mixes tokens and is no attention
+    mixers: list[MixerPlan] = field(default_factory=list)
     # shard_graph: one entry per output; None stays what it is
     outputs: list[OutputPlacement | None] = field(default_factory=list)
     # shard_graph: results that leave whole: "add [2, 16, 8]"
@@ -220,6 +223,7 @@ class Context:
     inputs: dict[fx.Node, GraphInput]
     profile: HardwareProfile
     strategy: Strategy | None = None
+    mixer_strategy: MixerStrategy | None = None
     memory_budget: int | None = None
     degrees: CPDegrees | None = None  # the user's mesh factorises the axis so
     layout: Layout | None = None  # the user's; None leaves it to the plan

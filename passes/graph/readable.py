@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cpcompile.geometry.visibility import Visible
 from cpcompile.ops.attention_spec import AttentionSpec
+from cpcompile.ops.mixers.mixer_call import TEXT_OF_CALL, MixerCall
 from cpcompile.ranks.shardings import placements_text
 from cpcompile.torch_private.operators import OpOverload
 
@@ -149,6 +150,8 @@ def _text(value: Any, names: _Names) -> str:
         return f"{value:.6g}"
     if isinstance(value, Held):
         return str(value.label)
+    if isinstance(value, str) and value.startswith(TEXT_OF_CALL):
+        return repr(MixerCall.of_text(value).readable)
     if isinstance(value, str):
         lines = value.splitlines()
         return repr(value) if len(lines) < 2 else f"<text of {len(lines)} lines>"

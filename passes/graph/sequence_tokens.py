@@ -175,9 +175,10 @@ def candidate_dims(
     return dims
 
 
-def exchanged(x: Tensor, source: int, target: int) -> Tensor:
+def exchanged(x: Tensor, source: int, target: int | None) -> Tensor:
     """Return x; mark in a graph that ranks change what they hold of it.
 
-    Before, each has its entries of dimension `source`; after, those of `target`.
+    Before, each has its entries of dimension `source`; after, those of `target`, or
+    all with None.
     """
     return x

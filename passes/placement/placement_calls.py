@@ -16,10 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.mixers.mixer_call import MixerCall
+from cpcompile.ops.mixers.state_passing import in_parts
 from cpcompile.torch_private import pytree
 
 from ..graph.held import Callee, MeshAxis
@@ -69,6 +71,53 @@ def cp_exchange(x: DTensor, on: MeshAxis, source: int, target: int) -> DTensor:
         shape=x.shape,
         stride=contiguous_strides(x.shape),
     )
+
+
+def cp_log_sigmoid(x: DTensor) -> DTensor:
+    """Compute logsigmoid by its formula, in calls that DTensor has rules for."""
+    below = torch.minimum(x, torch.zeros_like(x))
+    return below - torch.log1p(torch.exp(-x.abs()))  # type: ignore[return-value]
+
+
+def cp_mixed_in_parts(tensors: list[DTensor], call: str, on: MeshAxis) -> list[DTensor]:
+    """Call a mixer on the tokens of each rank, from the state of the ranks before it.
+
+    tensors: as for cp::mixer; what has tokens is split along them on the axis, and the
+    rest is the same on every rank.
+    """
+    mixer_call = MixerCall.of_text(call)
+    tokens = mixer_call.mixer.tokens
+    whole = [Replicate()] * on.mesh.ndim
+    summed: list[Placement] = list(whole)
+    summed[on.axis] = Partial()
+    locals_, length = [], 0
+    for name, x in zip(mixer_call.names, tensors, strict=True):
+        if name in tokens:
+            own: list[Placement] = list(whole)
+            own[on.axis] = Shard(tokens[name])
+            locals_.append(local_part(x.redistribute(placements=own)))
+            length = x.shape[tokens[name]]
+        else:
+            locals_.append(local_part(x.redistribute(placements=whole), summed))
+    results = []
+    group = on.mesh.get_group(on.axis).group_name
+    parts = in_parts(mixer_call, locals_, group)
+    for name, part in zip(mixer_call.result_names, parts, strict=True):
+        shape, placements = list(part.shape), list(whole)
+        if name in tokens:
+            shape[tokens[name]] = length
+            placements[on.axis] = Shard(tokens[name])  # type: ignore[call-overload]
+        results.append(
+            DTensor.from_local(
+                part,
+                on.mesh,
+                placements,
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=contiguous_strides(torch.Size(shape)),
+            )
+        )
+    return results
 
 
 def cp_place(

@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from cpcompile.apps.verification.trace import trace
+from cpcompile.apps.verification.verification_report import Report
 from cpcompile.apps.verification.verify import verify
 from cpcompile.errors import InputError
 
@@ -20,7 +21,7 @@ from cpcompile.errors import InputError
 def run(parsed: argparse.Namespace) -> int:
     """Verify, print the report, write it as JSON; return the exit code."""
     model, args, kwargs = made(parsed.function)
-    report = verify(
+    report: Report = verify(
         model,
         *args,
         options=_options(parsed),

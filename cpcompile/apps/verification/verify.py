@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,9 @@ from cpcompile.apps.verification.steps import (
     reference,
 )
 from cpcompile.apps.verification.verification_report import Report
+from cpcompile.apps.verification.verify_mixer import MixerReport, verify_mixer
 from cpcompile.errors import InputError
+from cpcompile.ops.mixers.registry import mixer_of
 from cpcompile.options import GradSync, parse_options
 from cpcompile.torch_private import pytree
 
@@ -39,6 +41,7 @@ STEPS = 2
 _PARTS = 7
 
 
+@overload
 def verify(
     model: nn.Module,
     *args: Any,
@@ -47,7 +50,22 @@ def verify(
     steps: int = STEPS,
     show_progress: bool = False,
     **kwargs: Any,
-) -> Report:
+) -> Report: ...
+
+
+@overload
+def verify(model: Callable[..., Any], *args: Any, **kwargs: Any) -> MixerReport: ...
+
+
+def verify(
+    model: nn.Module | Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    world: int | None = None,
+    steps: int = STEPS,
+    show_progress: bool = False,
+    **kwargs: Any,
+) -> Report | MixerReport:
     """Compare a model under backend="cp" with the same model on one process.
 
     All floating-point results, the loss and every gradient are compared on every
@@ -57,7 +75,9 @@ def verify(
     model whose value or gradient differs is found, in float64 where it shows there.
 
     Args:
-        model: any module with parameters that are plain tensors; it stays as it is.
+        model: any module with parameters that are plain tensors; it stays as it is. Or
+            a function that `cp.register_mixer` was called for: what is claimed of it
+            is tried on these arguments, in this process.
         args, kwargs: of one call, full plain tensors. The loss is the result "loss",
             else the first scalar, else a weighted sum of all results.
         options: of `torch.compile(..., backend="cp")`. The mesh may be left out.
@@ -72,11 +92,13 @@ def verify(
     be pickled, a model without attention, attention with dropout; OptionError; and
     what the backend raises for the model.
     """
+    if not isinstance(model, nn.Module) and mixer_of(model) is not None:
+        return verify_mixer(model, args, kwargs)
     start = time.monotonic()
     options = dict(options or {})
-    _check(model, args, kwargs, options, steps)
+    module = _checked(model, args, kwargs, options, steps)
     world = _world(world)
-    program = ComparedProgram(model, args, kwargs, steps)
+    program = ComparedProgram(module, args, kwargs, steps)
     state = torch.get_rng_state()
     try:
         with progress(_PARTS, show_progress) as tick:
@@ -194,9 +216,10 @@ def _expected(program: ComparedProgram, tick: Tick) -> Reference:
         ) from error
 
 
-def _check(
+def _checked(
     model: Any, args: Any, kwargs: Any, options: Mapping[str, Any], steps: int
-) -> None:
+) -> nn.Module:
+    """Return the model; raise InputError for what cannot be compared."""
     if not isinstance(model, nn.Module):
         raise InputError(f"got {type(model).__name__} as the model; needed a module")
     if type(steps) is not int or steps < 1:
@@ -218,6 +241,7 @@ def _check(
             "cp.verify got no tensor to call the model with; needed the arguments of "
             "one call: cp.verify(model, tokens, labels)"
         )
+    return model
 
 
 def _world(world: int | None) -> int:

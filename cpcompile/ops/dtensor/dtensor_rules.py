@@ -29,6 +29,7 @@ from cpcompile.ops.dtensor.mask_placements import (
     gradient_placements,
     mask_placements,
 )
+from cpcompile.ops.dtensor.mixer_rule import mixer_strategy
 from cpcompile.torch_private.dtensors import (
     DTensorSpec,
     OpSchema,
@@ -228,6 +229,9 @@ def register() -> None:
     ):
         how = RuntimeSchemaInfo(3, needs_pytree=True)
         propagator.register_op_strategy(op, attention_strategy, how)
+    for op, static in ((ops.mixer.default, 1), (ops.mixer_backward.default, 2)):
+        how = RuntimeSchemaInfo(static, needs_pytree=True)
+        propagator.register_op_strategy(op, mixer_strategy, how)
     propagator.register_op_strategy(
         ops.relayout.default, relayout_strategy, RuntimeSchemaInfo(1)
     )

@@ -20,6 +20,7 @@ keep apart. The cheapest choice is a minimum cut, as for layouts.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +29,12 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from cpcompile.cost.mixer_plan import MixerPlan, MixerStrategy
 from cpcompile.cost.relayout_cost import relayout_seconds
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.ops.mixers.mixer_work import forward_work, shapes_of
+from cpcompile.ops.mixers.state_passing import passes_states
 
 from ...flow.flow import flows_of
 from ...graph.attention_calls import is_attention
@@ -39,6 +43,13 @@ from ...graph.context import Context, InputKind
 from ...graph.cp_attention import is_cp_attention
 from ...graph.effects import is_in_place
 from ...graph.graph_pass import graph_pass
+from ...graph.mixer_calls import (
+    is_mixer,
+    mixed_in_parts,
+    mixer_call,
+    mixer_operands,
+    result_roles,
+)
 from ...graph.nodes import (
     all_graphs,
     all_nodes,
@@ -46,19 +57,31 @@ from ...graph.nodes import (
     fake_mode_of,
     fake_value,
     insert_call,
+    module_path,
     storage,
     sub_graph,
 )
 from ...graph.sequence_tokens import TokenDim, exchanged, is_row_parallel_operand
 from ..layouts.layout_cut import LayoutCut
+from ..normalize.pad_convolutions import convolved
 from ..sharding.dim_flows import dim_flows, token_operands
 from ..sharding.sharding_rules import RULES
 from .dim_class import CREATIONS, DimClass, linked_values
 
+_BYTES_OF_STATES = 4  # mixers compute in float32, whatever their operands are
+_ANYWHERE = ("mean", "expand_as", "logsigmoid", "log_sigmoid")
+"""Calls whose rules of ours look where their operand is split."""
+_DEAR = 1e6  # seconds: a price for what the user has ruled out
+_Prices = dict[MixerStrategy, float]
 
-@graph_pass()
+
+@graph_pass(writes=("mixers",))
 def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
-    """Exchange tokens for another dimension; return how many calls that is good for."""
+    """Exchange tokens for another dimension; return how many calls that is good for.
+
+    A recurrence that can be computed in parts stays split along the tokens where
+    passing on its state is cheaper; it counts, too.
+    """
     if any(_is_symbolic(fake_value(x)) for x in all_nodes(graph)):
         return 0  # a program for many lengths, or of sizes that only data tells
     seeds = dict(_sequences(graph, ctx))
@@ -79,6 +102,11 @@ def _sequences(graph: fx.Graph, ctx: Context) -> Iterator[tuple[fx.Node, TokenDi
     for node in all_nodes(graph):
         for operand, dim in token_operands(node):
             yield operand, TokenDim(dim)
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node) and is_mixer(source):
+            tokens, _ = result_roles(source, node.args[1])  # type: ignore[arg-type]
+            if tokens is not None:
+                yield node, TokenDim(tokens)
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -133,14 +161,110 @@ class _Exchange:
         classes = dict.fromkeys(c for node in mixers for c in self._classes_of(node))
         regions = [x for c in classes for x in self._regions(c)]
         regions.sort(key=lambda x: (-x.saved, x.first))
+        prices = {x: self._prices(x) for x in mixers if is_mixer(x)}
         written: set[fx.Node] = set()
         count = 0
         for region in regions:
             if written.isdisjoint(region.moved):
                 written |= region.moved
                 self._write(region)
-                count += sum(x in region.moved for x in mixers)
+                inside = [x for x in mixers if x in region.moved]
+                count += len(inside)
+                self._note(inside, region, prices)
+        for node in mixers:
+            if node in prices and node not in written:
+                strategy = self._on_tokens(node)[1]
+                if strategy is MixerStrategy.STATES:
+                    node.target = mixed_in_parts
+                    count += 1
+                self._note_call(node, strategy, prices[node])
         return count
+
+    def _note(
+        self, mixers: list[fx.Node], region: _Region, prices: dict[fx.Node, _Prices]
+    ) -> None:
+        """Note what is computed in parts along another dimension, for people."""
+        kept = [x for x in mixers if x in prices]
+        for node in kept:
+            dim = self._name_of(node, region.entries)
+            self._note_call(node, MixerStrategy.EXCHANGE, prices[node], dim)
+        if mixers and not kept:
+            plan = MixerPlan(
+                module_path(mixers[0]),
+                spelled(mixers[0]),
+                MixerStrategy.EXCHANGE,
+                (),
+                calls=len(mixers),
+            )
+            self.ctx.findings.mixers.append(plan)
+
+    def _note_call(
+        self, node: fx.Node, strategy: MixerStrategy, prices: _Prices, dim: str = ""
+    ) -> None:
+        name, forced = mixer_call(node).short_name, self.ctx.mixer_strategy is strategy
+        path, seconds = module_path(node), tuple(prices.items())
+        self.ctx.findings.mixers.append(
+            MixerPlan(path, name, strategy, seconds, dim, forced=forced)
+        )
+
+    def _name_of(self, node: fx.Node, entries: DimClass) -> str:
+        """Return what the table calls the dimension of a class."""
+        for name, dims in mixer_call(node).mixer.independent.items():
+            for operand, x in mixer_operands(node).items():
+                if operand in dims and entries.dims.get(x) == TokenDim(dims[operand]):
+                    return name
+        return ""
+
+    def _prices(self, node: fx.Node) -> _Prices:
+        """Return the seconds of every strategy that is possible for a known mixer."""
+        operands = [x for x in node.all_input_nodes if x in self.tokens.dims]
+        in_full = self._gather_price(operands) + self._in_full(node)
+        prices = {MixerStrategy.GATHER: in_full}
+        states = self._states_price(node)
+        if states is not None:
+            prices[MixerStrategy.STATES] = states
+        if any(True for _ in self._classes_of(node)):
+            tensors = [*operands, *(x for x in node.users if x in self.tokens.dims)]
+            ranks = self.ctx.ranks
+            prices[MixerStrategy.EXCHANGE] = self._gather_price(tensors) / ranks
+        return prices
+
+    def _on_tokens(self, node: fx.Node) -> tuple[float, MixerStrategy]:
+        """Return the seconds of a known mixer on the side of the tokens, and how."""
+        prices = self._prices(node)
+        prices.pop(MixerStrategy.EXCHANGE, None)
+        forced = self.ctx.mixer_strategy
+        if forced in prices:
+            prices = {forced: prices[forced]}
+        strategy = min(prices, key=lambda x: (prices[x], x.value))
+        dear = forced is MixerStrategy.EXCHANGE
+        return (_DEAR if dear else prices[strategy]), strategy
+
+    def _states_price(self, node: fx.Node) -> float | None:
+        """Return the seconds of passing on states; None where that is impossible."""
+        call, operands = mixer_call(node), mixer_operands(node)
+        state, ranks = call.mixer.state, self.ctx.ranks
+        if state is None or not passes_states(call) or self.ctx.mesh.ndim > 1:
+            return None
+        if leaves_ranks_empty(self.tokens.entries, ranks):
+            return None
+        tokens = call.mixer.tokens
+        if any(
+            self.tokens.dims.get(x) != TokenDim(tokens[name])
+            for name, x in operands.items()
+            if name in tokens
+        ):
+            return None
+        values = {name: fake_value(x) for name, x in operands.items()}
+        shape = expected_shape(call.with_final_state().empty_state(values))
+        part = math.prod(shape) * _BYTES_OF_STATES
+        again, decay = 2.0, float(part)  # from zero, and from ones with values of zero
+        if state.rows is not None and state.columns is not None:
+            ratio = shape[state.rows] / shape[state.columns]
+            again, decay = 1 + ratio, part * ratio
+        passes = 2 if self.ctx.backward else 1
+        gathered = relayout_seconds(self.ctx.profile, ranks, (part + decay) * ranks)
+        return again * self._work(node) / ranks + passes * gathered
 
     def _is_mixer(self, node: fx.Node) -> bool:
         """Tell whether a call brings tokens together that ranks have."""
@@ -148,8 +272,8 @@ class _Exchange:
             return False
         if node not in self.computed or _knows_tokens(node):
             return False
-        if spelled(node) in CREATIONS:
-            return False
+        if spelled(node) in CREATIONS or convolved(node) is not None:
+            return False  # what a convolution needs of neighbours is little
         if not any(x in self.tokens.dims for x in node.all_input_nodes):
             return False
         return not (self.tokens.is_local(node) or self.tokens.is_sum(node))
@@ -244,18 +368,15 @@ class _Exchange:
         local = entries.is_local(node) or not self.computed.intersection(
             node.all_input_nodes
         )
-        # What is split along the tokens alone would have to be gathered.
-        local &= not any(
-            x in self.tokens.dims and x in self.computed and x not in entries.dims
-            for x in node.all_input_nodes
-        )
-        moved = 0.0 if local and not _knows_tokens(node) else None
+        gathered = self._gathered(node, entries)
+        local &= not any(self.is_written(x) for x in gathered)
+        moved = 0.0 if local and not _stays(node) else None
         if moved is not None:
             width = entries.entries
             share = -(-width // self.ctx.ranks) / width
             moved = (share - 1 / self.ctx.ranks) * self._work(node)
-        ranks = self.ctx.ranks
-        in_full = (1 - 1 / ranks) * self._work(node)
+            moved += self._gather_price(gathered)
+        in_full = self._in_full(node)
         if not self._is_mixer(node):
             operands = self.computed.intersection(node.all_input_nodes)
             operands = {x for x in operands if isinstance(fake_value(x), Tensor)}
@@ -264,8 +385,31 @@ class _Exchange:
             if dim_flows(node):  # cut again where it is shorter, and gathered again
                 in_full += self._gather_price(operands)
             return in_full, moved
+        forced = self.ctx.mixer_strategy
+        if forced not in (None, MixerStrategy.EXCHANGE) and moved is not None:
+            moved = _DEAR
+        if is_mixer(node):
+            return self._on_tokens(node)[0], moved
         with_tokens = [x for x in node.all_input_nodes if x in self.tokens.dims]
-        return self._gather_price(with_tokens) + in_full, moved
+        in_parts = self._gather_price(with_tokens) + in_full
+        return _DEAR if forced is MixerStrategy.EXCHANGE else in_parts, moved
+
+    def _in_full(self, node: fx.Node) -> float:
+        """Return the seconds of a call on every rank, beyond those of a share."""
+        return (1 - 1 / self.ctx.ranks) * self._work(node)
+
+    def _gathered(self, node: fx.Node, entries: DimClass) -> list[fx.Node]:
+        """Return the operands that ranks must have in whole on the side of `entries`.
+
+        All of its entries read them, and they are split along the tokens.
+        """
+        if spelled(node) in CREATIONS:
+            return []
+        return [
+            x
+            for x in node.all_input_nodes
+            if x in self.tokens.dims and x in self.computed and x not in entries.dims
+        ]
 
     def is_written(self, node: fx.Node) -> bool:
         """Tell whether a call writes to the memory of a value, or of an operand."""
@@ -281,18 +425,29 @@ class _Exchange:
             for x in operands
         )
 
-    @property
-    def _passes(self) -> int:
-        return 3 if self.ctx.backward else 1
-
     def _work(self, node: fx.Node) -> float:
-        """Return the seconds of a call in full: its memory is read and written once."""
+        """Return the seconds of a call in full.
+
+        Its memory is read and written once; of a mixer that is kept whole we know more.
+        """
+        profile = self.ctx.profile
+        if is_mixer(node):
+            operands = [fake_value(x) for x in mixer_operands(node).values()]
+            work = forward_work(str(mixer_call(node)), shapes_of(operands))
+            rate = profile.forward_flops_per_second * profile.speed(_BYTES_OF_STATES)
+            passes = 4 if self.ctx.backward else 1  # the backward computes it again
+            return passes * (
+                work.flops / rate + work.bytes / profile.memory_bytes_per_second
+            )
         sizes = map(_bytes, (node, *node.all_input_nodes))
-        return self._passes * sum(sizes) / self.ctx.profile.memory_bytes_per_second
+        passes = 3 if self.ctx.backward else 1
+        return passes * sum(sizes) / profile.memory_bytes_per_second
 
     def _exchange_price(self, node: fx.Node, entries: DimClass) -> float | None:
         """Return the seconds to exchange a value; None if it cannot be exchanged."""
         token_dim, dim = self.tokens.dims.get(node), entries.dims.get(node)
+        if dim is not None and token_dim is None and dim.outer == 1:
+            return self._gather_price([node])  # as a last state, which has no tokens
         if token_dim is None or dim is None or token_dim.dim == dim.dim:
             return None
         if token_dim.outer > 1 or dim.outer > 1 or self.is_written(node):
@@ -312,24 +467,33 @@ class _Exchange:
         around = {x for node in moved for x in (node, *node.all_input_nodes)}
         for node in sorted(around):
             dim, token_dim = entries.dims.get(node), self.tokens.dims.get(node)
-            if not isinstance(fake_value(node), Tensor) or dim is None:
+            if not isinstance(fake_value(node), Tensor):
+                continue
+            if dim is None:
+                if token_dim is not None and node in self.computed:
+                    readers = [x for x in node.users if x in moved]
+                    self._insert(node, readers, token_dim.dim, None)
                 continue
             if node in moved and _is_whole(node, moved):
                 self._insert(node, list(node.users), dim.dim, dim.dim)
-            if token_dim is None or node not in self.computed:
+            if node not in self.computed:
                 continue
             if node in moved:
                 others = [x for x in node.users if x not in moved]
-                self._insert(node, others, dim.dim, token_dim.dim)
-            else:
+                target = None if token_dim is None else token_dim.dim
+                self._insert(node, others, dim.dim, target)
+            elif token_dim is not None:
                 others = [x for x in node.users if x in moved]
                 self._insert(node, others, token_dim.dim, dim.dim)
 
     def _insert(
-        self, node: fx.Node, users: list[fx.Node], source: int, target: int
+        self, node: fx.Node, users: list[fx.Node], source: int, target: int | None
     ) -> None:
-        """Let users read a value that is split along `target` in place of `source`."""
-        users = [x for x in users if sub_graph(x) is None]
+        """Let users read a value that is split along `target` in place of `source`.
+
+        With None they read all of it.
+        """
+        users = [x for x in users if sub_graph(x) is None and not _reads_no_value(x)]
         if not users:
             return
         last = node
@@ -361,6 +525,11 @@ def _written_memory(nodes: Iterable[fx.Node]) -> set[int | None]:
     return written - {None}
 
 
+def _reads_no_value(node: fx.Node) -> bool:
+    """Tell whether a call needs no more of its operands than their dtype."""
+    return spelled(node) in CREATIONS and not spelled(node).endswith("_like")
+
+
 def _is_whole(node: fx.Node, moved: set[fx.Node]) -> bool:
     """Tell whether every rank makes all of a new tensor."""
     name = spelled(node)
@@ -384,6 +553,11 @@ def _knows_tokens(node: fx.Node) -> bool:
         return True
     name = canonical_call(node).name
     return name in RULES and name not in ("view", "reshape", "flatten", "cat")
+
+
+def _stays(node: fx.Node) -> bool:
+    """Tell whether a call has to be on the side of the tokens, whatever flow says."""
+    return _knows_tokens(node) and canonical_call(node).name not in _ANYWHERE
 
 
 def _bytes(node: fx.Node) -> float:

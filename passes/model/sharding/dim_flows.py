@@ -24,6 +24,13 @@ from ...graph.attention_calls import is_attention, is_flex_attention
 from ...graph.calls import canonical_call, spelled
 from ...graph.cp_attention import SPLIT_KV, is_cp_attention, operands_of
 from ...graph.mesh_changes import local_source
+from ...graph.mixer_calls import (
+    is_mixer,
+    mixed_tokens,
+    mixer_call,
+    mixer_operands,
+    result_roles,
+)
 from ...graph.nodes import fake_value
 from ...graph.sequence_tokens import is_row_parallel_operand
 from ..attention.find_attention import attention_operands
@@ -65,13 +72,15 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
 
 
 def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
-    """Return the operands of an attention call, each with its dimension of tokens.
+    """Return the operands of attention or a mixer, each with its dimension of tokens.
 
     Where attention weights are shown, each operand is marked by a call of its own,
     which gives that operand.
     """
     if is_row_parallel_operand(node):
         return [node.args]  # type: ignore[list-item]  # a node and a dimension
+    if is_mixer(node):
+        return mixed_tokens(node)
     if is_attention(node):
         operands: Sequence[Any] = attention_operands(node)
     elif is_cp_attention(node):
@@ -118,6 +127,23 @@ def _from_operands(q: fx.Node, k: fx.Node, v: fx.Node) -> list[DimFlow]:
     return [*flows, DimFlow(k, 0, 0), DimFlow(v, 0, 0)]
 
 
+def _mixed(mixer: fx.Node, index: int) -> list[DimFlow]:
+    """Return the flows into one result of a mixer."""
+    dim, name = result_roles(mixer, index)
+    flows = (
+        [] if dim is None else [DimFlow(x, at, dim) for x, at in mixed_tokens(mixer)]
+    )
+    operands = mixer_operands(mixer)
+    for dims in mixer_call(mixer).mixer.independent.values():
+        if name in dims:
+            flows += [
+                DimFlow(operands[x], at, dims[name])
+                for x, at in dims.items()
+                if x in operands
+            ]
+    return flows
+
+
 def _all_dims(x: Any) -> list[DimFlow]:
     return [DimFlow(x, dim, dim) for dim in range(fake_value(x).ndim)]
 
@@ -142,6 +168,8 @@ def _item(source: fx.Node, index: Any) -> list[DimFlow] | None:
         return _all_dims(canonical_call(source).arguments["input"])
     if is_cp_attention(source):  # the log-sum-exp has the tokens of the queries too
         return dim_flows(source)
+    if is_mixer(source):
+        return _mixed(source, index)
     if is_flex_attention(source):
         return _from_operands(*source.args[:3])  # type: ignore[arg-type]  # nodes
     if spelled(source) == "multi_head_attention_forward" and index == 0:

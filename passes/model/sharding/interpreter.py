@@ -25,6 +25,7 @@ from ...graph.cp_attention import is_cp_attention
 from ...graph.effects import is_in_place, view_of
 from ...graph.held import Callee, called_name
 from ...graph.memory_order import memory_order
+from ...graph.mixer_calls import is_mixer
 from ...graph.new_call import NewCall, RegionCall
 from ...graph.nodes import (
     all_nodes,
@@ -97,7 +98,10 @@ class ShardingInterpreter(GraphWriter):
         operands = [
             x
             for n in nodes
-            if is_cp_attention(n) or n in unplanned or is_row_parallel_operand(n)
+            if is_cp_attention(n)
+            or is_mixer(n)
+            or n in unplanned
+            or is_row_parallel_operand(n)
             for x in token_operands(n)
         ]
         fake_mode = self.trial.fake_mode

@@ -24,6 +24,7 @@ from ...graph.cp_attention import is_cp_attention
 from ...graph.effects import is_in_place
 from ...graph.loss_calls import ELEMENTWISE, OF_CLASSES
 from ...graph.memory_order import memory_order
+from ...graph.mixer_calls import mixed_in_parts
 from ...graph.new_call import NewCall, with_inputs
 from ...graph.nodes import fake_value, where
 from ...graph.origins import origin
@@ -39,7 +40,9 @@ from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import (
     cp_dropout_mask,
     cp_exchange,
+    cp_log_sigmoid,
     cp_mean,
+    cp_mixed_in_parts,
     cp_replicate,
     cp_shard,
     cp_whole_keys,
@@ -73,6 +76,9 @@ def decide(graph_values: GraphValues, node: fx.Node, distributed: bool) -> Decis
         return row_parallel_operand(graph_values, node)
     if node.target is exchanged:
         return exchange(graph_values, node)
+    if node.target is mixed_in_parts:
+        args = (*node.args, graph_values.on)
+        return Propagate(NewCall(cp_mixed_in_parts, args))
     if distributed and is_in_place(node):
         return in_place(graph_values, node)
     steps = steps_to_part(node)
@@ -130,6 +136,14 @@ def concatenate(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     if node.args:
         return Propagate(NewCall(node.target, (full, *node.args[1:]), node.kwargs))
     return Propagate(NewCall(node.target, (), node.kwargs | {"tensors": full}))
+
+
+def log_sigmoid(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Write logsigmoid, for which DTensor has no rule, as a formula."""
+    x = canonical_call(node).arguments["input"]
+    if not isinstance(known.value(x), DTensor):
+        return None
+    return Replace(NewCall(cp_log_sigmoid, (x,)))
 
 
 def mean(graph_values: GraphValues, node: fx.Node) -> Decision | None:
@@ -243,6 +257,10 @@ def exchange(known: GraphValues, node: fx.Node) -> Decision:
     x, source, target = arguments
     value = known.value(x)
     placement = value.placements[known.ctx.axis] if isinstance(value, DTensor) else None
+    if target is None:
+        if placement != Shard(source):
+            return Replace(x)
+        return Replace(NewCall(cp_whole_keys, (x, known.on)))
     if placement == Shard(target):
         return Replace(x)
     if placement == Shard(source):
@@ -258,6 +276,7 @@ RULES: dict[str, ShardingRule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise_loss),
     "cat": concatenate,
     "mean": mean,
+    **dict.fromkeys(("logsigmoid", "log_sigmoid"), log_sigmoid),
     "dropout": dropout,
     "unfold": unfold,
     "expand_as": expand_as,

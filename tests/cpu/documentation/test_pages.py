@@ -22,6 +22,7 @@ PAGES = (
     "howto/inputs.md",
     "howto/long_sequences.md",
     "howto/packed_documents.md",
+    "howto/mixers.md",
     "howto/strategies.md",
     "howto/verify.md",
     "reference/settings.md",

@@ -1,7 +1,6 @@
 """Mixers in parts along another dimension, against one process, in float64."""
 
 from collections import Counter
-from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch._dynamo.utils import counters
 
 import cpcompile as cp
 from cpcompile.accounting.graph_account import GraphDirection, Purpose
-from cpcompile.passes.model.mixers import exchange_mixers
 from tests.cpu.against_one_process import compare
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.mixers import MIXERS
@@ -23,28 +21,29 @@ CASES = [
 ]
 
 
-def dear():
-    """Give gathers a price that no exchange has; small tensors are gathered else."""
-    return mock.patch.object(exchange_mixers._Exchange, "_gather_price", lambda *_: 1.0)
+# Gathers of small tensors would be cheaper.
+FORCED = {"mixers": "exchange"}
 
 
 def run(name, world, batch, tokens, **options):
     """Compare a mixer that is exchanged whatever that costs; count its calls."""
     counters.clear()
-    with dear():
-        comparison = compare(
-            MIXERS[name], (batch, tokens, 32), world, shard={"x": 1}, **options
-        )
+    options = {"shard": {"x": 1}, "strategy": FORCED, **options}
+    comparison = compare(MIXERS[name], (batch, tokens, 32), world, **options)
     return comparison, counters["cpcompile"]["exchange_mixers"]
 
 
 def explained(tokens):
     """What a linear attention by heads exchanges, by purpose."""
     mesh = sequence_mesh(2)
-    options = {"mesh": mesh, "shard": {"x": 1}, "inner": "aot_eager"}
+    options = {
+        "mesh": mesh,
+        "shard": {"x": 1},
+        "inner": "aot_eager",
+        "strategy": FORCED,
+    }
     compiled = torch.compile(MIXERS["LinearAttention"](), backend="cp", options=options)
-    with dear():
-        explanation = cp.explain(compiled, torch.randn(1, tokens, 32).requires_grad_())
+    explanation = cp.explain(compiled, torch.randn(1, tokens, 32).requires_grad_())
     (graph,) = explanation.graphs
     exchanges = [x for account in graph.accounts for x in account.exchanges]
     sums = Counter()

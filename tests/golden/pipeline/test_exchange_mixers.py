@@ -13,6 +13,7 @@ from tests.support.mixers import (
     NormOverHeads,
     WrittenChunks,
 )
+from tests.support.stand_in_kernels import stand_ins
 
 in_two = pytest.mark.parametrize("mesh_of", [2], indirect=True)
 
@@ -166,3 +167,85 @@ def test_too_few_heads_for_the_ranks_stay(mesh_of):
     """Four heads for eight ranks: not split, until they are split together."""
     step = exchanged(WrittenChunks(512), mesh_of, tokens=32)
     assert step.rewrites == 0
+
+
+class Kept(torch.nn.Module):
+    """A gated delta rule that Dynamo cannot trace, and perhaps a norm over heads."""
+
+    def __init__(self, kernels, norm=False):
+        super().__init__()
+        self.rule, self.with_norm = kernels["chunk_gated_delta_rule"], norm
+        self.norm = torch.nn.LayerNorm(64)
+        self.qkv, self.out = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 16)).unbind(2)
+        beta = k.mean(-1).sigmoid()
+        y, _ = self.rule(q, k, v, -beta, beta)
+        if self.with_norm:
+            y = y / (1 + y.square().sum((2, 3), keepdim=True))
+            y, _ = self.rule(y, k, v, -beta, beta)
+        return self.out(y.flatten(2))
+
+
+def kept(mesh, mixers, **options):
+    """The step of the pass on a kept call."""
+    with stand_ins() as kernels:
+        module, x = Kept(kernels, **options), torch.zeros(1, 1, 1).expand(1, 64, 64)
+        steps = capture(
+            module, x, mesh=mesh, strategy={"mixers": mixers}, until="exchange_mixers"
+        )
+    return steps["exchange_mixers"]
+
+
+@in_two
+def test_a_kept_call_by_heads(mesh_of):
+    step = kept(mesh_of, "exchange")
+    assert step.rewrites == 1
+    assert_golden(
+        changes(step),
+        """\
++ exchanged = exchanged(unflatten, 1, 3)
+- unbind = .unbind(unflatten, 2)
++ unbind = .unbind(exchanged, 2)
++ exchanged_1 = exchanged(y, 2, 1)
+- flatten = .flatten(y, 2)
++ flatten = .flatten(exchanged_1, 2)""",
+    )
+
+
+@in_two
+def test_a_kept_call_in_parts_of_the_tokens(mesh_of):
+    step = kept(mesh_of, "states")
+    assert step.rewrites == 1
+    assert_golden(
+        changes(step),
+        """\
+- mixer_default = cp.mixer([q, k, v, neg, beta],
+    call='fla.ops.gated_delta_rule:chunk_gated_delta_rule(q, k, v, g, beta)')
++ mixer_default = mixed_in_parts([q, k, v, neg, beta],
+    'fla.ops.gated_delta_rule:chunk_gated_delta_rule(q, k, v, g, beta)')""",
+    )
+
+
+@in_two
+def test_a_norm_over_heads_is_computed_on_tokens(mesh_of):
+    """What is between two rules reads all heads of a token."""
+    step = kept(mesh_of, "exchange", norm=True)
+    assert step.rewrites == 2
+    assert_golden(
+        changes(step),
+        """\
++ exchanged = exchanged(unflatten, 1, 3)
+- unbind = .unbind(unflatten, 2)
++ unbind = .unbind(exchanged, 2)
++ exchanged_1 = exchanged(y, 2, 1)
+- square = .square(y)
++ square = .square(exchanged_1)
++ exchanged_2 = exchanged(add, 1, None)
+- y_1 = truediv(y, add)
++ y_1 = truediv(y, exchanged_2)
++ exchanged_3 = exchanged(y_2, 2, 1)
+- flatten = .flatten(y_2, 2)
++ flatten = .flatten(exchanged_3, 2)""",
+    )

@@ -1,0 +1,1 @@
+"""Functions that mix tokens and are no attention: kept whole, and shared out."""

@@ -1,0 +1,68 @@
+"""Decide what becomes of the call of a mixer that Dynamo meets."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpcompile.logs import warn_once
+from cpcompile.ops.mixers.in_torch import in_torch
+from cpcompile.ops.mixers.mixer_call import MixerCall, UnknownForm
+from cpcompile.ops.mixers.registry import mixer_of
+
+Kept = tuple[Callable[..., Any], str, list[Tensor], tuple[bool, ...] | None]
+
+
+def is_known(function: Any) -> bool:
+    """Tell whether calls of a function are decided on here."""
+    return in_torch(function) is not None or mixer_of(function) is not None
+
+
+def keep(
+    function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
+) -> Kept | Callable[..., Any] | None:
+    """Return the operator for a call, or what is called in its place.
+
+    None: Dynamo makes the call as it is written.
+    """
+    other = in_torch(function)
+    if other is not None and _is_plain(args, kwargs):
+        return other
+    if mixer_of(function) is None:
+        return None
+    taken = _taken(function)
+    if taken is not None:
+        kwargs = {name: x for name, x in kwargs.items() if name in taken}
+    try:
+        call, tensors = MixerCall.of(function, args, kwargs)
+    except UnknownForm as form:
+        warn_once(
+            f"{function.__qualname__} of {function.__module__} is called in a form "
+            f"that is not known ({form}): Dynamo traces it as it is written, and what "
+            "cannot be shared out of that runs in full on every rank"
+        )
+        return None
+    return torch.ops.cp.mixer.default, str(call), tensors, call.results
+
+
+def _taken(function: Any) -> tuple[str, ...] | None:
+    """Return the keywords that a wrapper of transformers hands on; None: all.
+
+    Layers give it whatever they were given.
+    """
+    if not function.__module__.startswith("transformers."):
+        return None
+    variables = inspect.getclosurevars(function).nonlocals
+    return variables.get("applicable_params")
+
+
+def _is_plain(args: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call keeps no documents apart, and starts from no state."""
+    return all(
+        kwargs.get(x) is None
+        for x in ("seq_idx", "initial_states", "initial_state", "cu_seqlens")
+    )

@@ -1,0 +1,128 @@
+"""What is known of a function that mixes tokens: which dimensions are what.
+
+y, state = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=s)
+
+tokens       q, k, v, g, beta and y: dimension 1
+independent  heads: dimension 2 of these, dimension 1 of the states
+state        enters as initial_state, is asked for by output_final_state
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cpcompile.errors import InputError
+
+RESULT = "return"
+"""The name of a result; of several, the first is `return[0]`."""
+
+
+@dataclass(frozen=True)
+class MixerState:
+    """How a recurrence carries what earlier tokens have left, from call to call.
+
+    The state after some tokens has to be affine in the state before them, entry by
+    entry of `rows`: s' = A s + B. With `rows` None, A is one number per entry.
+
+    initial: the argument that takes the state before the first token; None is zero.
+    final: the argument that asks for the state after the last one, by True.
+    result: the result that has it.
+    values: arguments that enter B alone: with zeros in their place, B is zero.
+    rows: the dimension of the state that A mixes; the other dimensions of a value's
+        entries, `columns`, are alike.
+    columns: the dimension of the state that only `values` have.
+    """
+
+    initial: str
+    final: str
+    result: str
+    values: tuple[str, ...]
+    rows: int | None = None
+    columns: int | None = None
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A function that mixes tokens, and what is claimed of it.
+
+    tokens: the dimension of the tokens, by name of an argument or a result.
+    independent: by name of a dimension, such as "heads": where it is in arguments and
+        results. Entries do not meet, and what is not listed is the same for all.
+    state: how it is called in parts, one after another; None if it cannot be.
+    results: returns empty results for arguments by their names; None: the function is
+        run on fake tensors.
+    aliases: other names of its arguments, by the name that is used here.
+    """
+
+    tokens: Mapping[str, int]
+    independent: Mapping[str, Mapping[str, int]]
+    state: MixerState | None = None
+    results: Callable[[Mapping[str, Any]], Any] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def names(self) -> set[str]:
+        """Return all names of arguments and results that are said to have a role."""
+        maps = [self.tokens, *self.independent.values()]
+        return {name for names in maps for name in names}
+
+    def bind(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments of a call by their names here; more of them by theirs.
+
+        Raises: TypeError if the function takes no such arguments.
+        """
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        arguments: dict[str, Any] = {}
+        for name, parameter in bound.signature.parameters.items():
+            if name not in bound.arguments:
+                continue
+            if parameter.kind is parameter.VAR_KEYWORD:
+                arguments |= bound.arguments[name]
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                raise TypeError(f"{name} has no names")
+            else:
+                arguments[self.aliases.get(name, name)] = bound.arguments[name]
+        return arguments
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of states for tokens of a dtype."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def result_names(count: int) -> list[str]:
+    """Return the names of the results of a call that has so many."""
+    return [RESULT] if count == 1 else [f"{RESULT}[{i}]" for i in range(count)]
+
+
+def check_claims(function: Callable[..., Any], mixer: Mixer) -> None:
+    """Raise InputError for claims about arguments that a function does not have."""
+    parameters = inspect.signature(function).parameters
+    if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+        return
+    known = {mixer.aliases.get(name, name) for name in parameters}
+    state = mixer.state
+    of_state = () if state is None else (state.initial, state.final, *state.values)
+    unknown = sorted(
+        name
+        for name in {*mixer.names(), *of_state}
+        if name not in known and not name.startswith(RESULT)
+    )
+    if unknown:
+        raise InputError(
+            f"register_mixer: {function.__qualname__} has no argument "
+            f"{', '.join(map(repr, unknown))}; it has {', '.join(parameters)}, and "
+            f'results are called "{RESULT}", or "{RESULT}[0]", "{RESULT}[1]" of several'
+        )
+    if not any(name.startswith(RESULT) for name in mixer.tokens):
+        raise InputError(
+            f"register_mixer: the tokens of {function.__qualname__} are "
+            f"{dict(mixer.tokens)}, of no result; needed the dimension of its "
+            f'results too, such as tokens={{"x": 1, "{RESULT}": 1}}'
+        )

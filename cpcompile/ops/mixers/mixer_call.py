@@ -1,0 +1,298 @@
+"""A call of a mixer, as text: what is called, with which constants, on which tensors.
+
+    cp::mixer([q, k, v], '{"function": "fla.ops:chunk_kda", "args": [..], ..}')
+
+The text is a part of every cache key, and enough to make the call in another process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpcompile.ops.mixers.mixer import RESULT, Mixer, result_names
+from cpcompile.ops.mixers.registry import function_key, mixer_of, registered
+
+_CONSTANTS = (bool, int, float, str, type(None))
+_TENSOR, _TUPLE = "tensor", "tuple"
+_FEW = 2
+TEXT_OF_CALL = '{"function": '
+"""How the text of every call begins."""
+
+
+class UnknownForm(Exception):
+    """Raised for a call of a form that nothing is known of."""
+
+
+@dataclass(frozen=True)
+class MixerCall:
+    """A call without its tensors.
+
+    function: its name, to be imported. names: those of the tensors, by `Mixer`.
+    args, kwargs: constants, and places of tensors. results: whether each of several
+    results is a tensor; None if there is one. autocast: dtypes by type of device.
+    """
+
+    function: str
+    names: tuple[str, ...]
+    args: Any
+    kwargs: Any
+    results: tuple[bool, ...] | None = None
+    autocast: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> tuple[MixerCall, list[Tensor]]:
+        """Return a call, and its tensors.
+
+        Raises: UnknownForm.
+        """
+        mixer = mixer_of(function)
+        assert mixer is not None, f"{function} is no mixer"
+        tensors: list[Tensor] = []
+        plain_args, plain_kwargs = _encode([list(args), kwargs], tensors)
+        places = [_Place(i) for i in range(len(tensors))]
+        try:
+            arguments = mixer.bind(
+                function, *_decode([plain_args, plain_kwargs], places)
+            )
+        except TypeError as error:
+            raise UnknownForm(str(error)) from error
+        names = {x: name for name, x in arguments.items() if isinstance(x, _Place)}
+        if len(names) != len(tensors):
+            raise UnknownForm("a list of tensors")
+        call = cls(
+            function_key(function),
+            tuple(names[x] for x in places),
+            plain_args,
+            plain_kwargs,
+            autocast=_autocast(),
+        )
+        results = call.empty_results(tensors)
+        if isinstance(results, Tensor):
+            return call, tensors
+        if not isinstance(results, tuple | list) or not all(
+            x is None or isinstance(x, Tensor) for x in results
+        ):
+            raise UnknownForm(f"a result of type {type(results).__name__}")
+        return replace(call, results=tuple(x is not None for x in results)), tensors
+
+    @classmethod
+    @functools.cache
+    def of_text(cls, text: str) -> MixerCall:
+        """Return what `str` has written."""
+        fields = json.loads(text)
+        results = fields["results"]
+        fields["results"] = None if results is None else tuple(results)
+        fields["names"] = tuple(fields["names"])
+        fields["autocast"] = tuple(map(tuple, fields["autocast"]))
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        """Return the text that operators take."""
+        return json.dumps(asdict(self))
+
+    @property
+    def mixer(self) -> Mixer:
+        """What is known of the function."""
+        mixer = mixer_of(_function(self.function))
+        assert mixer is not None, self.function
+        return mixer
+
+    @property
+    def result_names(self) -> list[str]:
+        """Names of the results that are tensors, by `Mixer`."""
+        if self.results is None:
+            return [RESULT]
+        names = result_names(len(self.results))
+        return [
+            x for x, is_tensor in zip(names, self.results, strict=True) if is_tensor
+        ]
+
+    @property
+    def readable(self) -> str:
+        """The call as it is written in a program, with the tensors by their names."""
+        args, kwargs = _decode([self.args, self.kwargs], self.names)
+        tensors = set(self.names)
+        texts = [x if x in tensors else repr(x) for x in args]
+        texts += [
+            f"{k}={x if isinstance(x, str) and x in tensors else repr(x)}"
+            for k, x in kwargs.items()
+        ]
+        around = "".join(f" autocast({x}, {dtype})" for x, dtype in self.autocast)
+        return f"{self.function}({', '.join(texts)}){around}"
+
+    @property
+    def short_name(self) -> str:
+        """Name of the function, for people."""
+        return self.function.rpartition(":")[2].rpartition(".")[2]
+
+    def argument(self, name: str) -> Any:
+        """Return a constant argument; None if it is not given, or a tensor."""
+        places: list[Any] = [_Place(i) for i in range(len(self.names))]
+        args, kwargs = _decode([self.args, self.kwargs], places)
+        value = self.mixer.bind(_function(self.function), args, kwargs).get(name)
+        return None if isinstance(value, _Place) else value
+
+    def with_argument(self, name: str) -> MixerCall:
+        """Return the call with one more tensor, by its name in `Mixer`."""
+        kwargs = self._without(name)
+        kwargs[self._name(name)] = {_TENSOR: len(self.names)}
+        return replace(self, names=(*self.names, name), kwargs=kwargs)
+
+    def with_final_state(self) -> MixerCall:
+        """Return the call that returns the last state, too."""
+        state = self.mixer.state
+        assert state is not None, f"{self.function} has no state"
+        kwargs = self._without(state.final) | {self._name(state.final): True}
+        return replace(self, kwargs=kwargs, results=(True, True))
+
+    def empty_state(self, arguments: Mapping[str, Tensor]) -> Tensor:
+        """Return the last state without data, of a call that returns it."""
+        state = self.mixer.state
+        assert state is not None, f"{self.function} has no state"
+        results = self.empty_results([arguments[name] for name in self.names])
+        empty: Tensor = results[self.result_names.index(state.result)]
+        return empty
+
+    def _without(self, name: str) -> dict[str, Any]:
+        """Return the keywords, without one that is a constant."""
+        return {k: x for k, x in self.kwargs.items() if k != self._name(name)}
+
+    def _name(self, name: str) -> str:
+        """Return the name that the function has for an argument."""
+        parameters = inspect.signature(_function(self.function)).parameters
+        aliases = self.mixer.aliases
+        return next((x for x in parameters if aliases.get(x, x) == name), name)
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Make the call, and return the results that are tensors."""
+        results = self._call(tensors)
+        if isinstance(results, Tensor):
+            return [results]
+        return [x for x in results if x is not None]
+
+    def empty_results(self, tensors: Sequence[Tensor]) -> Any:
+        """Return results without data, as they are nested.
+
+        The function runs on few tokens, without data. A kernel that cannot is asked of
+        the table. One token would be another case: that of a step of generation.
+
+        Raises: UnknownForm if neither works.
+        """
+        mixer = self.mixer
+        given = [
+            (x, mixer.tokens.get(n)) for x, n in zip(tensors, self.names, strict=True)
+        ]
+        size = next((x.shape[dim] for x, dim in given if dim is not None), 1)
+        few = min(size, _FEW) if isinstance(size, int) else _FEW
+        with torch.no_grad():
+            short = [
+                x if dim is None else x.new_empty(_with(x.shape, dim, few))
+                for x, dim in given
+            ]
+            try:
+                return self._lengthened(self._call(short), size)
+            except (
+                Exception
+            ) as error:  # whatever a kernel says to a tensor without data
+                if mixer.results is None:
+                    text = f"{self.short_name} on tensors without data: {error}"
+                    raise UnknownForm(text) from error
+            arguments = dict(zip(self.names, tensors, strict=True))
+            constants = _decode([self.args, self.kwargs], list(tensors))
+            bound = mixer.bind(_function(self.function), *constants)
+            return mixer.results(bound | arguments)
+
+    def _lengthened(self, results: Any, size: Any) -> Any:
+        if isinstance(results, Tensor):
+            dim = self.mixer.tokens.get(RESULT)
+            if dim is None:
+                dim = self.mixer.tokens.get(f"{RESULT}[0]")
+            return _lengthen(results, dim, size)
+        return tuple(
+            _lengthen(x, self.mixer.tokens.get(name), size)
+            for name, x in zip(result_names(len(results)), results, strict=True)
+        )
+
+    def _call(self, tensors: Sequence[Tensor]) -> Any:
+        args, kwargs = _decode([self.args, self.kwargs], list(tensors))
+        with ExitStack() as stack:
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, getattr(torch, dtype)))
+            return _function(self.function)(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Place:
+    number: int
+
+
+def _encode(x: Any, tensors: list[Tensor]) -> Any:
+    """Return constants as they are, and a place for every tensor, which is listed."""
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return {_TENSOR: len(tensors) - 1}
+    if type(x) in _CONSTANTS:
+        return x
+    if isinstance(x, list):
+        return [_encode(value, tensors) for value in x]
+    if isinstance(x, tuple):
+        return {_TUPLE: [_encode(value, tensors) for value in x]}
+    if isinstance(x, Mapping) and not {_TENSOR, _TUPLE} & x.keys():
+        return {key: _encode(value, tensors) for key, value in x.items()}
+    raise UnknownForm(f"an argument of type {type(x).__name__}")
+
+
+def _decode(x: Any, tensors: Sequence[Any]) -> Any:
+    if isinstance(x, list):
+        return [_decode(value, tensors) for value in x]
+    if not isinstance(x, dict):
+        return x
+    if _TENSOR in x:
+        return tensors[x[_TENSOR]]
+    if _TUPLE in x:
+        return tuple(_decode(value, tensors) for value in x[_TUPLE])
+    return {key: _decode(value, tensors) for key, value in x.items()}
+
+
+@functools.cache
+def _function(key: str) -> Callable[..., Any]:
+    """Return the function of a name; a registered one before one to be imported."""
+    function = registered(key)
+    if function is not None:
+        return function
+    module, _, name = key.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))  # type: ignore[return-value]
+
+
+def _autocast() -> tuple[tuple[str, str], ...]:
+    """Return the dtype of every autocast that is on."""
+    return tuple(
+        (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    )
+
+
+def _with(shape: torch.Size, dim: int, size: Any) -> list[Any]:
+    sizes = list(shape)
+    sizes[dim] = size
+    return sizes
+
+
+def _lengthen(x: Tensor | None, dim: int | None, size: Any) -> Tensor | None:
+    return x if x is None or dim is None else x.new_empty(_with(x.shape, dim, size))

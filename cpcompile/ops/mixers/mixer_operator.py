@@ -1,0 +1,147 @@
+"""cp::mixer: a call of a function that mixes tokens, as one operator.
+
+Nothing is known of what the function does with its tensors: it runs in eager, with the
+kernel that it has. Its backward runs it again with gradients, which is what fla's and
+mamba_ssm's kernels do of what they keep, and leaves no values of the inside to be kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpcompile.ops.mixers.mixer_call import MixerCall
+from cpcompile.torch_private.dispatch_modes import outside_of_operators
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
+
+
+@torch.library.custom_op("cp::mixer", mutates_args=())
+def mixer(tensors: list[Tensor], call: str) -> list[Tensor]:
+    """Make a call of a mixer.
+
+    Args:
+        tensors: its tensors, in the order of their names in `call`.
+        call: the text of a MixerCall.
+
+    Returns: the results that are tensors, contiguous.
+
+    Raises: RuntimeError if they have other shapes than was said; what the function
+    raises.
+    """
+    with outside_of_operators(), torch.no_grad():
+        results = [x.contiguous() for x in MixerCall.of_text(call).run(tensors)]
+    _check(call, tensors, results)
+    return [_own(x, tensors) for x in results]
+
+
+@mixer.register_fake
+def _(tensors: list[Tensor], call: str) -> list[Tensor]:
+    return _empty(call, tensors)
+
+
+@torch.library.custom_op("cp::mixer_backward", mutates_args=())
+def mixer_backward(
+    grads: list[Tensor],
+    tensors: list[Tensor],
+    graded: list[int],
+    needed: list[int],
+    call: str,
+) -> list[Tensor]:
+    """Return the gradients of a call of a mixer, by running it again.
+
+    Args:
+        grads: gradients of results.
+        tensors: as for cp::mixer.
+        graded: the numbers of the results that `grads` are of.
+        needed: the numbers of the tensors whose gradients are returned.
+        call: as for cp::mixer.
+    """
+    with outside_of_operators(), torch.enable_grad():
+        leaves = [x.detach() for x in tensors]
+        inputs = [leaves[i].requires_grad_() for i in needed]
+        results = MixerCall.of_text(call).run(leaves)
+        outputs = [results[i] for i in graded]
+        pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if x.requires_grad]
+        assert pairs or not needed, f"{call} has recorded nothing"
+        found = torch.autograd.grad(
+            [x for x, _ in pairs],
+            inputs,
+            [g.to(x.dtype) for x, g in pairs],
+            allow_unused=True,
+        )
+    return [
+        torch.zeros_like(x) if g is None else _own(g.contiguous(), grads)
+        for x, g in zip(inputs, found, strict=True)
+    ]
+
+
+@mixer_backward.register_fake
+def _(
+    grads: list[Tensor],
+    tensors: list[Tensor],
+    graded: list[int],
+    needed: list[int],
+    call: str,
+) -> list[Tensor]:
+    return [tensors[i].new_empty(tensors[i].shape) for i in needed]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensors, ctx.call = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.needed = [i for i, x in enumerate(tensors) if x.requires_grad]
+
+
+def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None]:
+    tensors = list(ctx.saved_tensors)
+    result: list[Tensor | None] = [None] * len(tensors)
+    graded = [i for i, g in enumerate(grads) if g is not None]
+    of_results = [g for g in grads if g is not None]
+    if of_results and ctx.needed:
+        computed = mixer_backward(of_results, tensors, graded, ctx.needed, ctx.call)
+        for i, grad in zip(ctx.needed, computed, strict=True):
+            result[i] = grad
+    return result, None
+
+
+mixer.register_autograd(_gradient, setup_context=_remember)
+
+
+def _empty(call: str, tensors: list[Tensor]) -> list[Tensor]:
+    results = MixerCall.of_text(call).empty_results(tensors)
+    results = [results] if isinstance(results, Tensor) else results
+    return [x.new_empty(x.shape) for x in results if x is not None]
+
+
+def _own(x: Tensor, others: list[Tensor]) -> Tensor:
+    """Return x, in memory of its own: an operator gives new tensors."""
+    memory = {y.untyped_storage().data_ptr() for y in others}
+    return x.clone() if x.untyped_storage().data_ptr() in memory else x
+
+
+def _check(call: str, tensors: list[Tensor], results: list[Tensor]) -> None:
+    promised = _promised(call, tuple((x.shape, x.dtype) for x in tensors))
+    computed = [(x.shape, x.dtype) for x in results]
+    if promised != computed:
+        raise RuntimeError(
+            f"{MixerCall.of_text(call).short_name} returned {_words(computed)}; needed "
+            f"{_words(promised)}, as for fewer tokens. Check which dimensions are said "
+            "to have the tokens"
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _promised(
+    call: str, operands: tuple[tuple[torch.Size, torch.dtype], ...]
+) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return the shapes and dtypes that results have without data."""
+    with FakeTensorMode():
+        results = _empty(call, [torch.empty(x, dtype=dtype) for x, dtype in operands])
+    return [(x.shape, x.dtype) for x in results]
+
+
+def _words(tensors: list[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in tensors)

@@ -1,0 +1,45 @@
+"""Read the calls of mixers that Dynamo kept whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.ops.mixers.mixer_call import MixerCall
+
+
+def mixed_in_parts(tensors: list[Tensor], call: str) -> list[Tensor]:
+    """Return what cp::mixer does; mark in a graph that ranks pass on states."""
+    return list(torch.ops.cp.mixer(tensors, call))
+
+
+def is_mixer(node: fx.Node) -> bool:
+    """Tell whether `node` calls a mixer that was kept whole."""
+    return node.target in (torch.ops.cp.mixer.default, mixed_in_parts)
+
+
+def mixer_call(node: fx.Node) -> MixerCall:
+    """Return what a mixer is called with, besides its tensors."""
+    return MixerCall.of_text(str(node.args[1]))
+
+
+def mixer_operands(node: fx.Node) -> dict[str, fx.Node]:
+    """Return the tensors of a mixer by their names."""
+    tensors: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]  # a list
+    return dict(zip(mixer_call(node).names, tensors, strict=True))
+
+
+def mixed_tokens(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """Return the operands of a mixer that have tokens, each with that dimension."""
+    tokens = mixer_call(node).mixer.tokens
+    return [(x, tokens[n]) for n, x in mixer_operands(node).items() if n in tokens]
+
+
+def result_roles(node: fx.Node, index: int) -> tuple[int | None, str]:
+    """Return the dimension of tokens of one of several results, and its name."""
+    call = mixer_call(node)
+    name = call.result_names[index]
+    return call.mixer.tokens.get(name), name

@@ -1,0 +1,214 @@
+"""Mixers that are kept whole, in parts of dimensions or of tokens, against one process.
+
+Stand-ins take the place of packages whose kernels need a GPU.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+
+import cpcompile as cp
+from cpcompile.accounting.graph_account import Purpose
+from tests.cpu.against_one_process import compare
+from tests.cpu.attention_cases import sequence_mesh
+from tests.support.stand_in_kernels import stand_ins
+
+HEADS, DIM = 4, 8
+WIDTH = HEADS * DIM
+
+
+class DeltaRule(nn.Module):
+    """A gated delta rule of fla, with two values for each key."""
+
+    def __init__(self, kernels):
+        super().__init__()
+        self.mix = kernels["chunk_gated_delta_rule"]
+        self.q, self.k = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.v, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.gates = nn.Linear(WIDTH, 4 * HEADS)
+
+    def forward(self, x):
+        q, k, v = (
+            y.unflatten(-1, (-1, DIM)) for y in (self.q(x), self.k(x), self.v(x))
+        )
+        g, beta = self.gates(x).chunk(2, -1)
+        g, beta = F.logsigmoid(g), beta.sigmoid()
+        o, state = self.mix(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+        assert state is None
+        return x + self.out(o.flatten(2))
+
+
+class StateSpace(nn.Module):
+    """Mamba2: a convolution of causal_conv1d, and a scan of mamba_ssm."""
+
+    def __init__(self, kernels):
+        super().__init__()
+        self.convolve = kernels["causal_conv1d_fn"]
+        self.scan = kernels["mamba_chunk_scan_combined"]
+        self.projected = nn.Linear(WIDTH, WIDTH + 2 * 6 + HEADS)
+        self.conv = nn.Conv1d(WIDTH + 12, WIDTH + 12, 4, groups=WIDTH + 12)
+        self.A = nn.Parameter(torch.rand(HEADS))
+        self.D = nn.Parameter(torch.randn(HEADS))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y, dt = self.projected(x).split([WIDTH + 12, HEADS], -1)
+        y = self.convolve(
+            y.transpose(1, 2),
+            self.conv.weight.squeeze(1),
+            self.conv.bias,
+            activation="silu",
+        )
+        y, b, c = y.transpose(1, 2).split([WIDTH, 6, 6], -1)
+        y = self.scan(
+            y.unflatten(-1, (HEADS, DIM)),
+            dt,
+            -self.A.exp(),
+            b.unsqueeze(2),
+            c.unsqueeze(2),
+            chunk_size=8,
+            D=self.D,
+            dt_softplus=True,
+        )
+        return x + self.out(y.flatten(2))
+
+
+class SelectiveScan(nn.Module):
+    """Mamba: channels by themselves, [B, D, S]."""
+
+    def __init__(self, kernels):
+        super().__init__()
+        self.scan = kernels["selective_scan_fn"]
+        self.projected = nn.Linear(WIDTH, 2 * WIDTH + 6)
+        self.A = nn.Parameter(torch.rand(WIDTH, 3))
+
+    def forward(self, x):
+        parts = self.projected(x).transpose(1, 2).split([WIDTH, WIDTH, 3, 3], 1)
+        y = self.scan(
+            parts[0], parts[1], -self.A.exp(), *parts[2:], delta_softplus=True
+        )
+        return x + y.transpose(1, 2)
+
+
+class Documents(nn.Module):
+    """A gated delta rule that starts anew at token 5."""
+
+    def __init__(self, kernels):
+        super().__init__()
+        self.mix = kernels["chunk_gated_delta_rule"]
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.register_buffer("starts", torch.tensor([0, 5, 12]))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, DIM)).unbind(2)
+        g, beta = -q.square().mean(-1), k.mean(-1).sigmoid()
+        return self.mix(q, k, v, g, beta, cu_seqlens=self.starts)[0].flatten(2)
+
+
+MODELS = {x.__name__: x for x in (DeltaRule, StateSpace, SelectiveScan, Documents)}
+
+
+def run(name, world, strategy, batch, tokens, inner="aot_eager"):
+    """Compare a module whose mixer is shared by this strategy; count its calls."""
+    counters.clear()
+    with stand_ins() as kernels:
+        comparison = compare(
+            lambda: MODELS[name](kernels),
+            (batch, tokens, WIDTH),
+            world,
+            strategy={"mixers": strategy},
+            inner=inner,
+        )
+    return comparison, counters["cpcompile"]["exchange_mixers"]
+
+
+CASES = [
+    (name, world, strategy, *sizes)
+    for name, strategies in (
+        ("DeltaRule", ("exchange", "states", "gather")),
+        ("StateSpace", ("exchange", "states", "gather")),
+        ("SelectiveScan", ("exchange", "gather")),
+        ("Documents", ("exchange", "gather")),
+    )
+    for strategy in strategies
+    for world, *sizes in ((2, 2, 12), (2, 1, 13), (3, 1, 14))
+    # Three ranks do not divide what is in groups of heads.
+    if not (name == "DeltaRule" and strategy == "exchange" and world == 3)
+    and not (name == "Documents" and sizes != [1, 13])
+]
+
+
+@pytest.mark.slow(
+    but=[
+        "DeltaRule-2-exchange-2-12",
+        "DeltaRule-3-states-1-14",
+        "StateSpace-2-exchange-1-13",
+        "StateSpace-2-states-1-13",
+        "SelectiveScan-3-exchange-1-14",
+        "Documents-2-exchange-1-13",
+    ]
+)
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("name", "world", "strategy", "batch", "tokens"), CASES)
+def test_a_kernel_equals_one_process(pools, name, world, strategy, batch, tokens):
+    """The inputs are inferred; nothing is warned of, but that all is gathered."""
+    arguments = (name, world, strategy, batch, tokens)
+    for comparison, count in pools[world].run(run, *arguments, timeout=120):
+        comparison.check()
+        assert count == (0 if strategy == "gather" else 1)
+        if strategy != "gather":
+            assert comparison.warnings == []
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("strategy", ["exchange", "states"])
+def test_inductor_runs_a_kernel(pools, strategy):
+    arguments = ("DeltaRule", 2, strategy, 1, 16, "inductor")
+    for comparison, count in pools[2].run(run, *arguments, timeout=120):
+        comparison.check()
+        assert count == 1
+
+
+def explained(name, strategy, tokens):
+    """Bytes of mixers, the text of explain, and the shares of work."""
+    torch._dynamo.reset()
+    with stand_ins() as kernels:
+        options = {
+            "mesh": sequence_mesh(2),
+            "strategy": strategy,
+            "inner": "aot_eager",
+        }
+        module = MODELS[name](kernels)
+        compiled = torch.compile(module, backend="cp", options=options)
+        report = cp.explain(compiled, torch.randn(1, tokens, WIDTH).requires_grad_())
+    sums = Counter()
+    for graph in report.graphs:
+        for account in graph.accounts:
+            for exchange in account.exchanges:
+                sums[exchange.purpose] += exchange.bytes
+    return sums, str(report)
+
+
+@pytest.mark.timeout(100)
+def test_states_have_one_size_for_all_lengths(pools):
+    (short, text), _ = pools[2].run(explained, "StateSpace", "states", 16)
+    (long, _), _ = pools[2].run(explained, "StateSpace", "states", 64)
+    state = HEADS * DIM * 6 * 4  # float32
+    # A and B forward, two gradients backward, of one other rank.
+    assert short[Purpose.MIXER] == long[Purpose.MIXER] == 4 * state
+    assert "mixer mamba_chunk_scan_combined at " in text
+    assert ": states (forced)" in text
+    assert "runner-up exchange" in text
+
+
+@pytest.mark.timeout(100)
+def test_an_exchange_grows_with_the_length(pools):
+    (short, text), _ = pools[2].run(explained, "DeltaRule", "exchange", 16)
+    (long, _), _ = pools[2].run(explained, "DeltaRule", "exchange", 64)
+    assert long[Purpose.MIXER] == 4 * short[Purpose.MIXER] > 0
+    assert "exchange along heads (forced)" in text
+    assert short[Purpose.VALUE] == 0, text

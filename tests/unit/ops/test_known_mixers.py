@@ -1,0 +1,230 @@
+"""Calls of mixers as text and as an operator, and what is claimed of functions."""
+
+import pytest
+import torch
+
+import cpcompile as cp
+import cpcompile.ops
+from cpcompile.errors import InputError
+from cpcompile.ops.mixers.in_torch import causal_convolution
+from cpcompile.ops.mixers.mixer_call import MixerCall, UnknownForm
+from cpcompile.ops.mixers.mixer_work import forward_work, shapes_of
+from cpcompile.ops.mixers.state_passing import _summary, passes_states
+from tests.support.stand_in_kernels import causal_conv1d_fn, stand_ins
+
+TOKENS, HEADS, DIM = 7, 2, 4
+
+
+def running(x, gate, s=None, return_state=False, power=1):
+    """s[t] = gate[t] s[t - 1] + x[t]: [B, S, C]."""
+    state, results = torch.zeros_like(x[:, 0]) if s is None else s, []
+    for i in range(x.shape[1]):
+        state = gate[:, i] ** power * state + x[:, i]
+        results.append(state)
+    y = torch.stack(results, 1)
+    return (y, state) if return_state else y
+
+
+def register(**changed):
+    claims = {
+        "tokens": {"x": 1, "gate": 1, "return": 1, "return[0]": 1},
+        "independent": {
+            "channels": {"x": 2, "gate": 2, "s": 1, "return": 2, "return[0]": 2,
+                         "return[1]": 1},
+            "batch": dict.fromkeys(
+                ("x", "gate", "s", "return", "return[0]", "return[1]"), 0
+            ),
+        },
+        "state": cp.MixerState(
+            initial="s", final="return_state", result="return[1]", values=("x",)
+        ),
+    }  # fmt: skip
+    cp.register_mixer(running, **(claims | changed))
+
+
+@pytest.fixture
+def operands():
+    torch.manual_seed(0)
+    x = torch.randn(2, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    gate = torch.rand(2, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    return x, gate
+
+
+def test_the_text_of_a_call_makes_it_again(operands):
+    register()
+    call, tensors = MixerCall.of(running, (operands[0],), {"gate": operands[1]})
+    again = MixerCall.of_text(str(call))
+    assert again == call
+    assert call.names == ("x", "gate")
+    assert call.result_names == ["return"]
+    assert call.argument("power") is None
+    assert torch.equal(again.run(tensors)[0], running(*operands))
+
+
+def test_the_operator_has_the_results_and_gradients_of_the_function(operands):
+    register()
+    kwargs = {"return_state": True, "power": 2}
+    call, tensors = MixerCall.of(running, operands, kwargs)
+    assert call.results == (True, True)
+    computed = torch.ops.cp.mixer(tensors, str(call))
+    wanted = running(*operands, **kwargs)
+    for one, other in zip(computed, wanted, strict=True):
+        assert torch.equal(one, other)
+    losses = [sum((i + 2) * y.square().sum() for i, y in enumerate(ys))
+              for ys in (computed, wanted)]  # fmt: skip
+    grads = [torch.autograd.grad(x, operands) for x in losses]
+    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
+
+
+def test_only_one_result_has_a_gradient(operands):
+    register()
+    call, tensors = MixerCall.of(running, operands, {"return_state": True})
+    _, state = torch.ops.cp.mixer(tensors, str(call))
+    _, wanted = running(*operands, return_state=True)
+    grads = [torch.autograd.grad(x.square().sum(), operands) for x in (state, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
+
+
+def test_the_operator_is_right_in_the_eyes_of_torch(operands):
+    register()
+    call, tensors = MixerCall.of(running, operands, {})
+    torch.library.opcheck(torch.ops.cp.mixer.default, (tensors, str(call)))
+
+
+def test_autocast_is_that_of_the_call():
+    with torch.autocast("cpu", torch.bfloat16), stand_ins() as kernels:
+        x = torch.randn(1, 4, 4)
+        call, _ = MixerCall.of(kernels["causal_conv1d_fn"], (x, x[0]), {})
+    assert call.autocast == (("cpu", "bfloat16"),)
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (([torch.ones(1)],), "a list of tensors"),
+        ((object(),), "type object"),
+        ((), "gate"),
+    ],
+)
+def test_other_forms_are_not_known(args, why):
+    register()
+    with pytest.raises(UnknownForm, match=why):
+        MixerCall.of(running, (torch.ones(1, 2, 3), *args), {})
+
+
+def test_another_shape_than_that_of_few_tokens_is_an_error(operands):
+    """The total has no tokens, whatever is said."""
+
+    def total(x, gate):
+        return (x * gate).sum(1, keepdim=True)
+
+    cp.register_mixer(total, tokens={"x": 1, "gate": 1, "return": 1}, independent={})
+    call, tensors = MixerCall.of(total, operands, {})
+    with pytest.raises(RuntimeError, match=r"returned \[2, 1, 4\].*needed \[2, 7, 4\]"):
+        torch.ops.cp.mixer(tensors, str(call))
+
+
+def test_claims_about_other_arguments_are_refused():
+    with pytest.raises(
+        InputError, match=r"running has no argument 'y'; it has x, gate"
+    ):
+        register(tokens={"y": 1, "return": 1})
+    with pytest.raises(InputError, match="of no result"):
+        register(tokens={"x": 1})
+    with pytest.raises(InputError, match="needed a function"):
+        cp.register_mixer(3, tokens={}, independent={})
+
+
+def test_true_claims_hold(operands):
+    register()
+    report = cp.verify(running, *operands)
+    assert report.ok, report
+    assert len(report.tried) == 8
+
+
+def test_a_false_claim_names_the_argument_and_the_dimension(operands):
+    """Channels are said to be independent where each reads those before it."""
+
+    def along_channels(x, gate):
+        return torch.cumsum(x, 2) * gate
+
+    cp.register_mixer(
+        along_channels,
+        tokens={"x": 1, "gate": 1, "return": 1},
+        independent={"channels": {"x": 2, "gate": 2, "return": 2}},
+    )
+    report = cp.verify(along_channels, *operands)
+    assert not report.ok
+    (false,) = report.false
+    assert false.startswith('argument "x", dimension 2 ("channels")')
+    assert f"FALSE: {false}" in str(report)
+
+
+def test_a_state_that_is_not_affine_is_a_false_claim(operands):
+    def squared(x, gate, s=None, return_state=False):
+        y, state = running(x, gate, s, True)
+        return (y, state.square()) if return_state else y
+
+    cp.register_mixer(
+        squared,
+        tokens={"x": 1, "gate": 1, "return": 1},
+        independent={},
+        state=cp.MixerState("s", "return_state", "return[1]", ("x",)),
+    )
+    assert any("affine" in x for x in cp.verify(squared, *operands).false)
+
+
+def test_a_summary_is_the_state_of_any_first_state(operands):
+    register()
+    call, tensors = MixerCall.of(running, operands, {})
+    assert passes_states(call)
+    part, decay = _summary(call, dict(zip(call.names, tensors, strict=True)))
+    first = torch.randn(2, DIM, dtype=torch.float64)
+    _, last = running(*operands, first, return_state=True)
+    torch.testing.assert_close(decay * first + part, last, rtol=1e-13, atol=1e-13)
+
+
+def test_a_call_with_a_state_is_not_made_in_parts(operands):
+    register()
+    first = torch.zeros(2, DIM, dtype=torch.float64)
+    call, _ = MixerCall.of(running, (*operands, first), {})
+    assert not passes_states(call)
+    register(state=None)
+    call, _ = MixerCall.of(running, operands, {})
+    assert not passes_states(call)
+
+
+def test_documents_are_not_made_in_parts():
+    with stand_ins() as kernels:
+        q = torch.randn(1, TOKENS, HEADS, DIM)
+        g = -torch.rand(1, TOKENS, HEADS)
+        rule = kernels["chunk_gated_delta_rule"]
+        call, _ = MixerCall.of(rule, (q, q, q, g, g), {})
+        assert passes_states(call)
+        call, _ = MixerCall.of(
+            rule, (q, q, q, g, g), {"cu_seqlens": torch.tensor([0, 3, TOKENS])}
+        )
+        assert not passes_states(call)
+
+
+def test_work_grows_with_the_tokens():
+    def products(x):
+        return torch.cumsum(x @ x.new_ones(8, 8), 1)
+
+    cp.register_mixer(products, tokens={"x": 1, "return": 1}, independent={})
+    works = []
+    for tokens in (128, 1024):
+        call, tensors = MixerCall.of(products, (torch.ones(1, tokens, 8),), {})
+        works.append(forward_work(str(call), shapes_of(tensors)))
+    assert works[0].flops == 2 * 128 * 8 * 8
+    assert works[1].flops == 8 * works[0].flops
+    assert works[1].bytes > 7 * works[0].bytes > 0
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_a_causal_convolution_in_torch(activation):
+    x, weight, bias = torch.randn(2, 3, 9), torch.randn(3, 4), torch.randn(3)
+    torch.testing.assert_close(
+        causal_convolution(x, weight, bias, activation=activation),
+        causal_conv1d_fn(x, weight, bias, activation=activation),
+    )
