@@ -1,7 +1,9 @@
 """Find the inputs that carry the sequence where `options["shard"]` does not say it.
 
-An input carries it if tokens of q, k or v of an attention call come from one of its
-dimensions (passes/sequence_dims). This is read from the graph; sizes play no part.
+An input carries it if tokens of q, k or v of an attention call, or of a mixer, come
+from one of its dimensions (passes/sequence_dims). This is read from the graph; sizes
+play no part. Where a whole model has none of these calls, the last dimension of the
+indices of an embedding is the sequence.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame, argument_path
+from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
 from cpcompile.passes.model.patterns.attention_weights import (
@@ -35,8 +38,8 @@ def infer_inputs(
     The result is empty where inputs are DTensors on `mesh`, which say it themselves.
     Caches that the program writes to are left out.
 
-    Raises: InputError if attention calls read different dimensions of one input as
-    their sequence; the choice is the user's then.
+    Raises: InputError if attention calls or mixers read different dimensions of one
+    input as their sequence; the choice is the user's then.
     """
     inputs = graph.find_nodes(op="placeholder")
     kept_nodes = kept_inputs(graph)
@@ -50,6 +53,8 @@ def infer_inputs(
         *attention_patterns(graph),
         *attention_with_weights(graph),
     ]
+    if not (operands or patterns or frame.is_part):
+        operands = [*_looked_up(graph)]
     if not names or not (operands or patterns):
         return {}
     fake_mode = fake_mode_of(graph)
@@ -71,6 +76,15 @@ def infer_inputs(
         if node not in named and names[node] not in unclear and len(dims) == 1:
             named[node] = (names[node], dims[0])
     return named
+
+
+def _looked_up(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
+    """Yield what embeddings look up for [.., tokens] indices, with that dimension."""
+    for node in all_nodes(graph):
+        if spelled(node) == "embedding":
+            indices = fake_value(canonical_call(node).arguments["input"])
+            if indices.ndim > 1:
+                yield node, indices.ndim - 1
 
 
 def _dims_of(

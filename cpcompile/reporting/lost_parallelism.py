@@ -31,6 +31,7 @@ _NAME_IT = 'options={"shard": {"argument": dim}}'
 # By process group: lengths of the sequences that attention calls had in any graph.
 _attended: dict[str, set[int]] = {}
 _told: set[SourceLine] = set()  # lines of graph breaks that were named
+_SAMPLES = 2  # dimensions of values that have no sequence: samples and channels
 _AFTER_BREAK = "torch_dynamo_resume_in_"  # Dynamo's name of what follows a break
 
 
@@ -53,6 +54,7 @@ def warn_about_losses(
     elif not sharded and report.passes:
         _about_idle_part(gm.graph, ctx, report, attended)
         _about_windows_alone(ctx, report)
+        _about_nothing(gm.graph, ctx, report, attended)
     _about_attention_patterns(ctx, report, sharded)
     _about_rows(ctx, report, sharded)
     _about_break(gm, ctx, report)
@@ -184,6 +186,27 @@ def _about_idle_part(
                 f"{max(lengths)} tokens; remove the graph break around it, or pass "
                 "DTensors (cp.shard), which stay sharded from graph to graph, or name "
                 f"its input in {_NAME_IT}"
+            )
+            return
+
+
+def _about_nothing(
+    graph: fx.Graph, ctx: Context, report: GraphReport, attended: set[int]
+) -> None:
+    """Warn about a model in which nothing says what the sequence is."""
+    if attended or ctx.findings.calls or ctx.findings.other_softmaxes:
+        return
+    parameters = _parameters(ctx)
+    for node in graph.nodes:
+        if not is_product(node) or not parameters & {*node.all_input_nodes}:
+            continue
+        value = fake_value(node)
+        if isinstance(value, Tensor) and value.ndim > _SAMPLES:
+            warn_once(
+                f"{report.frame}: nothing is sharded, and every rank computes "
+                f"everything: its inputs are plain, and no attention, no mixer that is "
+                "known and no embedding says which dimension is the sequence; name it "
+                f"in {_NAME_IT}"
             )
             return
 

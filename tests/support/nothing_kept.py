@@ -49,7 +49,11 @@ def _device(process: int) -> Any:
 
 
 class _OnOneDevice(type(ProcessGroupGloo)):  # type: ignore[misc]
-    def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    def __call__(
+        cls, store: Store, rank: int, size: int, timeout: timedelta, **more: Any
+    ) -> Any:
+        # torch 2.15 also says whether a group may be reconfigured; nothing here is.
+        assert not any(more.values()), more
         options = ProcessGroupGloo._Options()
         options._devices = [_device(os.getpid())]
         options._timeout = timeout

@@ -10,6 +10,7 @@
     sharded_parameters  what cp.shard_parameters saves and costs
     overlap       what rings, gathers and gradients hide behind computation
     memory        what tiles save of the memory of a training step, and their cost
+    mixers        state-space models and delta rules, by every strategy
     lengths       what a stream of many lengths compiles, and costs per step
     aot           every step kernel, compiled for GPUs that need not be here
 
@@ -35,6 +36,7 @@ MODULES = {
     "sharded_parameters": "tools.bench.sharded_parameters",
     "overlap": "tools.bench.overlap",
     "memory": "tools.bench.memory",
+    "mixers": "tools.bench.mixers",
     "lengths": "tools.bench.lengths",
     "aot": "tools.bench.aot",
 }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
+from cpcompile.geometry.lengths import expected
 from cpcompile.ops.mixers.mixer_call import MixerCall
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.dispatch_modes import TorchDispatchMode
@@ -35,8 +36,8 @@ class Work:
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
-    """Return shapes and dtypes."""
-    return tuple((tuple(x.shape), x.dtype) for x in tensors)
+    """Return shapes and dtypes, with values for symbols."""
+    return tuple((tuple(map(expected, x.shape)), x.dtype) for x in tensors)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -85,10 +85,16 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
     if any(_is_symbolic(fake_value(x)) for x in all_nodes(graph)):
         return 0  # a program for many lengths, or of sizes that only data tells
     seeds = dict(_sequences(graph, ctx))
-    lengths = {_size(node, dim) for node, dim in seeds.items()}
-    return sum(
-        _Exchange(graph, ctx, n, seeds).rewrite() for n in sorted(lengths) if n > 1
-    )
+    lengths = sorted({_size(node, dim) for node, dim in seeds.items()} - {1})
+    tokens = {}
+    if len(lengths) > 1:
+        tokens = {n: {*_Exchange(graph, ctx, n, seeds).tokens.dims} for n in lengths}
+    count = 0
+    for length in lengths:
+        exchange = _Exchange(graph, ctx, length, seeds)
+        exchange.of_others = set().union(*(tokens[n] for n in tokens if n != length))
+        count += exchange.rewrite()
+    return count
 
 
 def _sequences(graph: fx.Graph, ctx: Context) -> Iterator[tuple[fx.Node, TokenDim]]:
@@ -150,6 +156,7 @@ class _Exchange:
         self.tokens = DimClass(self.flows, self.links, tokens, 1)
         self.tokens.grow({x: d for x, d in seeds.items() if _size(x, d) == tokens})
         self.classes: list[DimClass] = []
+        self.of_others: set[fx.Node] = set()  # what has tokens of another sequence
         self._written = _written_memory(self.nodes)
         self.computed = _computed_of(
             graph, {x for x in self.tokens.dims if x.op == "placeholder"}, self.links
@@ -177,6 +184,11 @@ class _Exchange:
                 if strategy is MixerStrategy.STATES:
                     node.target = mixed_in_parts
                     count += 1
+                else:  # as it was priced; DTensor would choose anew
+                    for operand in set(node.all_input_nodes):
+                        dim = self.tokens.dims.get(operand)
+                        if dim is not None and operand in self.computed:
+                            self._insert(operand, [node], dim.dim, None)
                 self._note_call(node, strategy, prices[node])
         return count
 
@@ -446,6 +458,8 @@ class _Exchange:
     def _exchange_price(self, node: fx.Node, entries: DimClass) -> float | None:
         """Return the seconds to exchange a value; None if it cannot be exchanged."""
         token_dim, dim = self.tokens.dims.get(node), entries.dims.get(node)
+        if token_dim is None and node in self.of_others:
+            return None
         if dim is not None and token_dim is None and dim.outer == 1:
             return self._gather_price([node])  # as a last state, which has no tokens
         if token_dim is None or dim is None or token_dim.dim == dim.dim:

@@ -14,7 +14,9 @@ from torch._dynamo.utils import counters
 import cpcompile as cp
 from cpcompile.accounting.graph_account import Purpose
 from tests.cpu.against_one_process import compare
+from tests.cpu.against_one_process import run as run_step
 from tests.cpu.attention_cases import sequence_mesh
+from tests.support.bounds import check, deviations
 from tests.support.stand_in_kernels import stand_ins
 
 HEADS, DIM = 4, 8
@@ -171,6 +173,32 @@ def test_inductor_runs_a_kernel(pools, strategy):
     for comparison, count in pools[2].run(run, *arguments, timeout=120):
         comparison.check()
         assert count == 1
+
+
+def of_many_lengths():
+    """Deviations of one compiled module on sequences of several lengths."""
+    torch._dynamo.reset()
+    found = []
+    with stand_ins() as kernels:
+        torch.manual_seed(0)
+        module = DeltaRule(kernels).double()
+        options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
+        compiled = torch.compile(module, backend="cp", options=options)
+        for tokens in (8, 12, 16, 11):
+            x = torch.randn(1, tokens, WIDTH, dtype=torch.float64)
+            results = [
+                run_step(call, x.clone().requires_grad_(), module)
+                for call in (compiled, module)
+            ]
+            found += deviations(*results)
+    return found
+
+
+@pytest.mark.timeout(100)
+def test_a_kernel_takes_many_lengths(pools):
+    """From the second length on the program is for many."""
+    for found in pools[2].run(of_many_lengths, timeout=90):
+        check(found)
 
 
 def explained(name, strategy, tokens):

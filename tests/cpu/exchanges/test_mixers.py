@@ -86,3 +86,16 @@ def test_a_mixer_equals_one_process(pools, name, world, batch, tokens):
         assert (count == 0) == stays
         if not stays:
             assert comparison.warnings == []
+
+
+def warned():
+    """What is said of a module whose tokens nothing tells."""
+    return compare(MIXERS["LinearAttention"], (1, 16, 32), 2).warnings
+
+
+def test_it_is_said_that_nothing_is_sharded(pools):
+    """A hidden state may have its tokens anywhere."""
+    for texts in pools[2].run(warned):
+        (text,) = texts
+        assert text.startswith("forward: nothing is sharded")
+        assert 'options={"shard": {"argument": dim}}' in text

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.cpu.against_one_process import warnings
 from tests.golden.capture import capture, changes
 from tests.golden.golden_text import assert_golden
 from tests.support.mixers import (
@@ -249,3 +250,24 @@ def test_a_norm_over_heads_is_computed_on_tokens(mesh_of):
 - flatten = .flatten(y_2, 2)
 + flatten = .flatten(exchanged_3, 2)""",
     )
+
+
+class LanguageModel(torch.nn.Module):
+    """An embedding, and a mixer that is no attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.mixer = torch.nn.Embedding(9, 512), LinearAttention(512)
+
+    def forward(self, ids):
+        return self.mixer(self.embedding(ids))
+
+
+@in_two
+def test_without_attention_the_indices_of_an_embedding_are_the_sequence(mesh_of):
+    ids = torch.zeros(1, 4096, dtype=torch.int64)
+    with warnings() as texts:
+        steps = capture(LanguageModel(), ids, mesh=mesh_of)
+    assert steps["exchange_mixers"].rewrites == 2
+    assert "cp_shard(l_ids_, 1)" in steps["shard_graph"].after
+    assert texts == []

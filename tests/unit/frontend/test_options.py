@@ -11,6 +11,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cpcompile.cost.mixer_plan import MixerStrategy
 from cpcompile.cost.plans import Strategy
 from cpcompile.errors import OptionError
 from cpcompile.geometry.layout import Layout
@@ -146,7 +147,7 @@ WRONG = {
     "mesh": ["cp", 4],
     "axis": [0, None, (), ("cp",), ("cp", "cp"), ("a", 1), ["ring", "ulysses"]],
     "shard": [["tokens"], {"tokens": "1"}, {"tokens": True}, {0: 1}, None],
-    "strategy": ["rings", Strategy.RING],
+    "strategy": ["rings", Strategy.RING, {"attention": "states"}, {"layout": "ring"}],
     "layout": ["zig-zag", Layout.ZIGZAG, 1],
     "strict": [1, "yes", None],
     "inner": ["eager", None],
@@ -163,7 +164,8 @@ NEEDED = {
     "mesh": "a DeviceMesh",
     "axis": "the name of a mesh axis, or a tuple of two names",
     "shard": "a dict {argument name: dimension}",
-    "strategy": "one of 'auto', 'ring', 'all_gather', 'ulysses', 'hybrid'",
+    "strategy": "\"auto\", 'ring', 'all_gather', 'ulysses', 'hybrid', 'exchange', "
+    "'states', 'gather', or a dict {\"attention\": .., \"mixers\": ..} of two of them",
     "layout": "one of 'auto', 'contiguous', 'zigzag', 'striped', 'fold'",
     "strict": "True or False",
     "inner": "one of 'inductor', 'aot_eager'",
@@ -190,8 +192,25 @@ def test_wrong_value(name, value):
 
 
 def test_every_option_has_a_wrong_value_here():
-    fields = [x for x in Options.__dataclass_fields__ if x != "local_view"]
+    set_by_others = ("local_view", "mixers")
+    fields = [x for x in Options.__dataclass_fields__ if x not in set_by_others]
     assert list(WRONG) == list(NEEDED) == fields
+
+
+@pytest.mark.parametrize(
+    ("given", "attention", "mixers"),
+    [
+        ("ring", Strategy.RING, None),
+        ("states", None, MixerStrategy.STATES),
+        ({"attention": "ulysses", "mixers": "exchange"}, Strategy.ULYSSES,
+         MixerStrategy.EXCHANGE),
+        ({"mixers": "gather"}, None, MixerStrategy.GATHER),
+        ({"attention": "auto", "mixers": None}, None, None),
+    ],
+)  # fmt: skip
+def test_strategies_of_attention_and_of_mixers(given, attention, mixers):
+    parsed = parse_options({"strategy": given})
+    assert (parsed.strategy, parsed.mixers) == (attention, mixers)
 
 
 def compile_error(**arguments):

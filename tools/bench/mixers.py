@@ -1,0 +1,221 @@
+"""Measure models with state-space layers and gated delta rules, by every strategy.
+
+A small model of each family of transformers is trained on two ranks with its mixers
+exchanged, with states passed on, gathered, and by the cost model's choice; and in eager
+on one process. Steps take turns, so that what else the machine does meets all of them.
+Work is the processor time of the busiest rank; memory is what a step grows by.
+Results go to docs/results/bench_mixers.*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.models.torchvision_schemas import define_schemas
+from tools.bench.progress import Event, collect
+from tools.bench.ranks import in_processes
+from tools.bench.resident import give_back_freed_blocks, peak, reset_peak
+from tools.results import RESULTS, markdown_table, setup, setup_text, write_report
+
+RANKS = 2
+ONE = "one process"
+STRATEGIES = ("auto", "exchange", "states", "gather")
+_WORDS = 512
+_SIZES: dict[str, Any] = {
+    "vocab_size": _WORDS,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 64,
+    "mamba_expand": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3_5Text": _SIZES | _DELTA,
+    "OlmoHybrid": _SIZES | _DELTA | {"linear_num_value_heads": 4},
+    "Bamba": _SIZES | _MAMBA2 | {"attn_layer_indices": [1]},
+    "FalconH1": _SIZES | _MAMBA2 | {"mamba_d_ssm": 512},
+    "Mamba2": {
+        "vocab_size": _WORDS,
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 64,
+        "n_groups": 1,
+        "state_size": 32,
+        "chunk_size": 64,
+    },
+    "Mamba": {
+        "vocab_size": _WORDS,
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "state_size": 8,
+    },
+}
+
+
+def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.add_argument("--seq", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each way")
+    parser.add_argument("--inner", default="aot_eager", help="or inductor")
+    parser.add_argument(
+        "--family", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="NAME"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
+    given = parser.parse_args(arguments)
+    about = setup(seq=given.seq, rounds=given.rounds, inner=given.inner)
+    record: dict[str, Any] = {"setup": about, "runs": []}
+    for family in given.family:
+        found: dict[str, Any] = {"rounds": [], "compiled": []}
+        events = in_processes(
+            RANKS, measure, family, given.seq, given.rounds, given.inner
+        )
+        collect(found, events, len(STRATEGIES) + given.rounds)
+        record["runs"].append({"family": family, **found})
+    print(write_report(given.out, "bench_mixers", record, markdown))
+
+
+def measure(
+    put: Callable[[Event], None], family: str, tokens: int, rounds: int, inner: str
+) -> None:
+    """Measure on every rank; rank 0 puts what it compiled, and each round, by way."""
+    give_back_freed_blocks()
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    model = make(family)
+    torch.manual_seed(1)
+    ids = torch.randint(2, _WORDS, (1, tokens))
+    ways: dict[str, Callable[..., Any]] = {ONE: model}
+    for strategy in STRATEGIES:
+        options = {
+            "mesh": mesh,
+            "inner": inner,
+            "strategy": {"mixers": strategy},
+            "outputs": ["loss"],
+        }
+        ways[strategy] = torch.compile(model, backend="cp", options=options)
+        start = time.process_time()
+        loss = step(model, ways[strategy], ids)
+        seconds = time.process_time() - start
+        put(("compiled", {"way": strategy, "seconds": seconds, "loss": loss}))
+        put(("step", f"{family}, {strategy}: compiled"))
+    for number in range(rounds):
+        figures = {}
+        for way, call in ways.items():
+            dist.barrier()
+            if way == ONE and dist.get_rank():
+                continue
+            figures[way] = figures_of(lambda c=call: step(model, c, ids))
+        everyone: list[Any] = [None] * RANKS
+        dist.all_gather_object(everyone, figures)
+        worst = {
+            way: {
+                key: max(x[way][key] for x in everyone if way in x)
+                for key in everyone[0][way]
+            }
+            for way in everyone[0]
+        }
+        put(("rounds", worst))
+        put(("step", f"{family}: round {number}"))
+
+
+def make(family: str) -> nn.Module:
+    """Make a model of a family of transformers, with weights that are always equal."""
+    define_schemas()  # before transformers imports torchvision
+    import transformers  # slow, and needed here alone
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+    config.use_cache = False
+    return transformers.AutoModelForCausalLM.from_config(config).train()  # type: ignore[no-any-return]
+
+
+def step(model: nn.Module, call: Callable[..., Any], ids: torch.Tensor) -> float:
+    """Run forward and backward; return the loss."""
+    model.zero_grad()
+    loss = call(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def figures_of(run: Callable[[], Any]) -> dict[str, float]:
+    """Return seconds, processor seconds and the growth of memory of a call."""
+    before = reset_peak()
+    start, cpu = time.perf_counter(), time.process_time()
+    run()
+    return {
+        "processor": time.process_time() - cpu,
+        "seconds": time.perf_counter() - start,
+        "bytes": peak() - before,
+    }
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """Return the whole report as Markdown."""
+    about = record["setup"]
+    rows = []
+    for run in record["runs"]:
+        compiled = {x["way"]: x["seconds"] for x in run["compiled"]}
+        losses = {x["loss"] for x in run["compiled"]}
+        for way in (ONE, *STRATEGIES):
+            middle = {
+                key: statistics.median(x[way][key] for x in run["rounds"])
+                for key in ("processor", "seconds", "bytes")
+            }
+            ratios = {
+                key: statistics.median(x[way][key] / x[ONE][key] for x in run["rounds"])
+                for key in middle
+            }
+            rows.append(
+                [
+                    run["family"],
+                    way,
+                    f"{middle['processor']:.2f}",
+                    f"{ratios['processor']:.2f}",
+                    f"{ratios['seconds']:.2f}",
+                    f"{middle['bytes'] / 2**20:.0f}",
+                    f"{ratios['bytes']:.2f}",
+                    f"{compiled[way]:.0f}" if way in compiled else "",
+                    f"{max(losses) - min(losses):.0e}" if way == ONE else "",
+                ]
+            )
+    head = ["family", "way", "processor s", "to one process", "time to one process"]
+    head += ["MiB", "to one process", "s to compile", "losses differ by"]
+    lines = [
+        "# Mixers that are no attention",
+        "",
+        f"Forward and backward of models of two layers, {about['seq']} tokens, on "
+        f"{RANKS} CPU ranks of one thread, {about['inner']}, against eager on one; "
+        f"{setup_text(about)}; medians of {about['rounds']} steps of each way in "
+        "turns. Processor seconds of the rank that uses most, 0.5 is ideal; memory "
+        "is what a step grows by. Printed by `tools/in_venv python -m tools.bench "
+        "mixers`.",
+        "",
+        *markdown_table(head, rows),
+    ]
+    return "\n".join([*lines, ""])
