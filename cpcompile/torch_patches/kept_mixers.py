@@ -53,9 +53,8 @@ def install(
         args: list[VariableTracker],
         kwargs: dict[str, VariableTracker],
     ) -> None:
-        function = _function(fn)
-        ours = function is not None and is_ours(self.output.compiler_fn)
-        if ours and is_known(function):
+        function = _function(fn) if is_ours(self.output.compiler_fn) else None
+        if function is not None and is_known(function):
             kept = _kept(self, function, args, kwargs, keep)
             if isinstance(kept, VariableTracker):
                 self.push(kept)

@@ -48,8 +48,10 @@ def chunk_gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
 ) -> Any:
     """q, k [B, S, H, K], v [B, S, HV, V], g, beta [B, S, HV]; states [B, HV, K, V]."""
+    assert not head_first, "it was dropped by fla"
     dtype, per_key = q.dtype, v.shape[2] // k.shape[2]
     q, k = (_wide(x).repeat_interleave(per_key, 2) for x in (q, k))
     v, decay, beta = _wide(v), _wide(g).exp(), _wide(beta)

@@ -56,6 +56,10 @@ def _delta_rule() -> Mixer:
             columns=3,
         ),
         results=_delta_results,
+        ndims={"q": 4, "k": 4, "v": 4, "beta": 3},
+        others=frozenset(
+            ("scale", "chunk_size", "use_qk_l2norm_in_kernel", "cu_seqlens")
+        ),
         aliases={"query": "q", "key": "k", "value": "v"},
     )
 
@@ -86,6 +90,8 @@ def _chunk_scan() -> Mixer:
         },
         state=MixerState("initial_states", "return_final_states", "return[1]", ("x",)),
         results=_scan_results,
+        ndims={"x": 4, "dt": 3, "A": 1, "B": 4, "C": 4, "dt_bias": 1},
+        others=frozenset(("chunk_size", "dt_softplus", "dt_limit", "cu_seqlens")),
         aliases={"hidden_states": "x"},
     )
 
@@ -115,6 +121,15 @@ def _selective_scan() -> Mixer:
             "batch": dict.fromkeys((*per_token, "B", "C", "return[1]"), 0),
         },
         results=_selective_results,
+        ndims={"u": 3, "delta": 3, "A": 2, "B": 3, "C": 3, "D": 1, "delta_bias": 1},
+        others=frozenset(
+            (
+                "delta_softplus",
+                "return_last_state",
+                "use_mambapy",
+                "use_associative_scan",
+            )
+        ),
         aliases={"hidden_states": "u", "dt": "delta"},
     )
 
@@ -128,6 +143,8 @@ def _causal_convolution() -> Mixer:
             "batch": {"x": 0, "seq_idx": 0, "return": 0},
         },
         results=lambda a: a["x"].new_empty(a["x"].shape),
+        ndims={"x": 3, "weight": 2},
+        others=frozenset(("activation",)),
         aliases={"hidden_states": "x"},
     )
 
@@ -143,6 +160,8 @@ def _rwkv() -> Mixer:
             "batch": dict.fromkeys(per_token, 0),
         },
         results=lambda a: (a["key"].new_empty(a["key"].shape), None),
+        ndims={"key": 3, "value": 3, "time_decay": 1, "time_first": 1},
+        others=frozenset(),
     )
 
 

@@ -57,6 +57,8 @@ class Mixer:
     results: returns empty results for arguments by their names; None: the function is
         run on fake tensors.
     aliases: other names of its arguments, by the name that is used here.
+    ndims: the numbers of dimensions that its tensors must have for this to hold.
+    others: the arguments without a role that change nothing of it; None: all of them.
     """
 
     tokens: Mapping[str, int]
@@ -64,6 +66,31 @@ class Mixer:
     state: MixerState | None = None
     results: Callable[[Mapping[str, Any]], Any] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
+    ndims: Mapping[str, int] = field(default_factory=dict)
+    others: frozenset[str] | None = None
+
+    def problem(self, arguments: Mapping[str, Any], ndims: Mapping[str, int]) -> str:
+        """Say why nothing is known of a call; "" if this holds for it.
+
+        A switch that is off, or nothing, is never a reason.
+
+        Args:
+            arguments: of a call, by their names here. ndims: of those that are tensors.
+        """
+        state = self.state
+        known = self.names() | set(self.others or ())
+        if state is not None:
+            known |= {state.initial, state.final, *state.values}
+        for name, x in arguments.items():
+            if (
+                name in self.ndims
+                and ndims.get(name, self.ndims[name]) != self.ndims[name]
+            ):
+                return f"{name} of {ndims[name]} dimensions"
+            is_off = name not in ndims and (x is None or x is False)
+            if self.others is not None and name not in known and not is_off:
+                return f"{name} is given"
+        return ""
 
     def names(self) -> set[str]:
         """Return all names of arguments and results that are said to have a role."""

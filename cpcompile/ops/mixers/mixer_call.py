@@ -74,6 +74,10 @@ class MixerCall:
         names = {x: name for name, x in arguments.items() if isinstance(x, _Place)}
         if len(names) != len(tensors):
             raise UnknownForm("a list of tensors")
+        ndims = {name: tensors[x.number].ndim for x, name in names.items()}
+        problem = mixer.problem(arguments, ndims)
+        if problem:
+            raise UnknownForm(problem)
         call = cls(
             function_key(function),
             tuple(names[x] for x in places),

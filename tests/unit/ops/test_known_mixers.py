@@ -194,6 +194,28 @@ def test_a_call_with_a_state_is_not_made_in_parts(operands):
     assert not passes_states(call)
 
 
+@pytest.mark.parametrize(
+    ("name", "shapes", "more", "why"),
+    [
+        ("selective_scan_fn", [(1, 8, 5), (1, 8, 5), (8, 3), (1, 2, 3, 5), (1, 3, 5)],
+         {}, "B of 4 dimensions"),
+        ("selective_scan_fn", [(1, 8, 5), (1, 8, 5), (8, 3), (8, 3), (1, 3, 5)], {},
+         "B of 2 dimensions"),
+        ("chunk_gated_delta_rule", [(1, 5, 2, 4)] * 3 + [(1, 5, 2)] * 2,
+         {"head_first": True}, "head_first is given"),
+    ],
+)  # fmt: skip
+def test_known_functions_have_forms_of_which_nothing_is_known(name, shapes, more, why):
+    """Dimensions would be others than those of the table."""
+    with stand_ins() as kernels:
+        function = kernels[name]
+        tensors = [torch.zeros(shape) for shape in shapes]
+        with pytest.raises(UnknownForm, match=why):
+            MixerCall.of(function, tensors, more)
+        if more:  # a switch that is off
+            MixerCall.of(function, tensors, dict.fromkeys(more, False))
+
+
 def test_documents_are_not_made_in_parts():
     with stand_ins() as kernels:
         q = torch.randn(1, TOKENS, HEADS, DIM)
