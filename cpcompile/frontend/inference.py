@@ -26,6 +26,7 @@ from cpcompile.passes.model.patterns.attention_weights import (
 from cpcompile.passes.model.patterns.match_attention import attention_patterns
 from cpcompile.passes.model.patterns.matched import AttentionPattern
 from cpcompile.passes.model.patterns.pattern_sequences import over_sequences
+from cpcompile.passes.model.patterns.unmatched import is_product
 from cpcompile.passes.model.sharding.dim_flows import token_operands
 from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
 
@@ -79,7 +80,12 @@ def infer_inputs(
 
 
 def _looked_up(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
-    """Yield what embeddings look up for [.., tokens] indices, with that dimension."""
+    """Yield what embeddings look up for [.., tokens] indices, with that dimension.
+
+    Without a product there is nothing to share out.
+    """
+    if not any(map(is_product, all_nodes(graph))):
+        return
     for node in all_nodes(graph):
         if spelled(node) == "embedding":
             indices = fake_value(canonical_call(node).arguments["input"])

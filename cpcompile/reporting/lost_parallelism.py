@@ -54,7 +54,8 @@ def warn_about_losses(
     elif not sharded and report.passes:
         _about_idle_part(gm.graph, ctx, report, attended)
         _about_windows_alone(ctx, report)
-        _about_nothing(gm.graph, ctx, report, attended)
+        if not (nested or attended):
+            _about_nothing(gm, ctx, report)
     _about_attention_patterns(ctx, report, sharded)
     _about_rows(ctx, report, sharded)
     _about_break(gm, ctx, report)
@@ -190,25 +191,34 @@ def _about_idle_part(
             return
 
 
-def _about_nothing(
-    graph: fx.Graph, ctx: Context, report: GraphReport, attended: set[int]
-) -> None:
-    """Warn about a model in which nothing says what the sequence is."""
-    if attended or ctx.findings.calls or ctx.findings.other_softmaxes:
+def _about_nothing(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> None:
+    """Warn about a model in which nothing says what the sequence is.
+
+    Attention by hand, softmaxes and graph breaks have warnings of their own.
+    """
+    found, reason = ctx.findings, getattr(gm, "compile_subgraph_reason", None)
+    breaks_here = reason is not None and reason.graph_break
+    if breaks_here or report.frame.startswith(_AFTER_BREAK):
+        return
+    if found.calls or found.unmatched_attention or found.row_parallel:
+        return
+    if found.other_softmaxes:
         return
     parameters = _parameters(ctx)
-    for node in graph.nodes:
-        if not is_product(node) or not parameters & {*node.all_input_nodes}:
-            continue
-        value = fake_value(node)
-        if isinstance(value, Tensor) and value.ndim > _SAMPLES:
-            warn_once(
-                f"{report.frame}: nothing is sharded, and every rank computes "
-                f"everything: its inputs are plain, and no attention, no mixer that is "
-                "known and no embedding says which dimension is the sequence; name it "
-                f"in {_NAME_IT}"
-            )
-            return
+    products = [
+        node
+        for node in gm.graph.nodes
+        if is_product(node)
+        and parameters & {*node.all_input_nodes}
+        and isinstance(value := fake_value(node), Tensor)
+        and value.ndim > _SAMPLES
+    ]
+    if len(products) > 1:  # one may be a head, which is compiled by itself
+        warn_once(
+            f"{report.frame}: nothing is sharded, and every rank computes everything: "
+            "its inputs are plain, and no attention, no mixer that is known and no "
+            f"embedding says which dimension is the sequence; name it in {_NAME_IT}"
+        )
 
 
 def _parameters(ctx: Context) -> set[fx.Node]:

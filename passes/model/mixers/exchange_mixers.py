@@ -85,7 +85,7 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
     if any(_is_symbolic(fake_value(x)) for x in all_nodes(graph)):
         return 0  # a program for many lengths, or of sizes that only data tells
     seeds = dict(_sequences(graph, ctx))
-    lengths = sorted({_size(node, dim) for node, dim in seeds.items()} - {1})
+    lengths = sorted({_size(node, dim) for node, dim in seeds.items()} - {0, 1})
     tokens = {}
     if len(lengths) > 1:
         tokens = {n: {*_Exchange(graph, ctx, n, seeds).tokens.dims} for n in lengths}
