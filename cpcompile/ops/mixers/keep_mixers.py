@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cpcompile.logs import warn_once
 from cpcompile.ops.mixers.in_torch import in_torch
-from cpcompile.ops.mixers.mixer_call import MixerCall, UnknownForm
+from cpcompile.ops.mixers.mixer_call import MixerCall, UnknownForm, is_found_by_name
 from cpcompile.ops.mixers.registry import mixer_of
 
 Kept = tuple[Callable[..., Any], str, list[Tensor], tuple[bool, ...] | None]
@@ -29,8 +29,10 @@ def keep(
 
     None: Dynamo makes the call as it is written.
     """
+    if not is_found_by_name(function):
+        return None  # such as a wrapper, which Dynamo looks into
     other = in_torch(function)
-    if other is not None and _is_plain(args, kwargs):
+    if other is not None and _is_plain(function, args, kwargs):
         return other
     if mixer_of(function) is None:
         return None
@@ -60,9 +62,24 @@ def _taken(function: Any) -> tuple[str, ...] | None:
     return variables.get("applicable_params")
 
 
-def _is_plain(args: list[Any], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call keeps no documents apart, and starts from no state."""
-    return all(
-        kwargs.get(x) is None
-        for x in ("seq_idx", "initial_states", "initial_state", "cu_seqlens")
-    )
+_NOT_IN_TORCH = (
+    "seq_idx",
+    "cu_seqlens",
+    "initial_state",
+    "initial_states",
+    "return_final_states",
+    "final_states_out",
+)
+
+
+def _is_plain(function: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call keeps no documents apart, and neither takes nor gives states.
+
+    By position or by name.
+    """
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:
+        return False
+    values = dict(bound) | kwargs
+    return all(values.get(x) is None or values[x] is False for x in _NOT_IN_TORCH)

@@ -144,12 +144,10 @@ class MixerCall:
         """Name of the function, for people."""
         return self.function.rpartition(":")[2].rpartition(".")[2]
 
-    def argument(self, name: str) -> Any:
-        """Return a constant argument; None if it is not given, or a tensor."""
-        places: list[Any] = [_Place(i) for i in range(len(self.names))]
-        args, kwargs = _decode([self.args, self.kwargs], places)
-        value = self.mixer.bind(_function(self.function), args, kwargs).get(name)
-        return None if isinstance(value, _Place) else value
+    def is_positional(self, name: str) -> bool:
+        """Tell whether an argument is given without its name."""
+        parameters = [*inspect.signature(_function(self.function)).parameters]
+        return self._name(name) in parameters[: len(self.args)]
 
     def with_argument(self, name: str) -> MixerCall:
         """Return the call with one more tensor, by its name in `Mixer`."""
@@ -273,9 +271,22 @@ def _decode(x: Any, tensors: Sequence[Any]) -> Any:
     return {key: _decode(value, tensors) for key, value in x.items()}
 
 
-@functools.cache
+def is_found_by_name(function: Any) -> bool:
+    """Tell whether a call by name calls this very function.
+
+    One that only has the name of another may do more than that.
+    """
+    try:
+        return _function(function_key(function)) is function
+    except (AttributeError, ImportError):
+        return False
+
+
 def _function(key: str) -> Callable[..., Any]:
-    """Return the function of a name; a registered one before one to be imported."""
+    """Return the function of a name; a registered one before one to be imported.
+
+    It may be another one the next time, as a cell of a notebook is run again.
+    """
     function = registered(key)
     if function is not None:
         return function

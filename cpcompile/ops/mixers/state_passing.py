@@ -33,6 +33,11 @@ def passes_states(call: MixerCall) -> bool:
     state = call.mixer.state
     if state is None or state.initial in call.names:
         return False
+    # The last state would be the same on every rank, and so its gradient.
+    if state.result in call.result_names:
+        return False
+    if call.is_positional(state.initial) or call.is_positional(state.final):
+        return False
     if state.values[0] not in call.names:
         return False
     # What keeps documents apart counts their tokens from the first one.
@@ -49,18 +54,15 @@ def in_parts(call: MixerCall, tensors: Sequence[Tensor], group: str) -> list[Ten
         tensors: of the call, with the tokens of this rank.
         group: name of the process group, whose ranks have the tokens in order.
 
-    Returns: the results; a last state is that of all tokens, the same on every rank.
+    Returns: the results of these tokens.
     """
     arguments = dict(zip(call.names, tensors, strict=True))
     state = call.mixer.state
     assert state is not None, f"{call.function} has no state"
     part, decay = _summary(call, arguments)
     mixes = state.rows is not None
-    first, last, _, _ = torch.ops.cp.passed_states(part, decay, mixes, group)
-    results = _call(call, arguments, first)
-    if state.result in call.result_names:
-        results[call.result_names.index(state.result)] = last
-    return results
+    first, _, _, _ = torch.ops.cp.passed_states(part, decay, mixes, group)
+    return _call(call, arguments, first)
 
 
 def _summary(call: MixerCall, arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

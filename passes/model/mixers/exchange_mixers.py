@@ -33,6 +33,7 @@ from cpcompile.cost.mixer_plan import MixerPlan, MixerStrategy
 from cpcompile.cost.relayout_cost import relayout_seconds
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.logs import warn_once
 from cpcompile.ops.mixers.mixer_work import forward_work, shapes_of
 from cpcompile.ops.mixers.state_passing import passes_states
 
@@ -60,6 +61,7 @@ from ...graph.nodes import (
     module_path,
     storage,
     sub_graph,
+    where,
 )
 from ...graph.sequence_tokens import TokenDim, exchanged, is_row_parallel_operand
 from ..layouts.layout_cut import LayoutCut
@@ -215,6 +217,13 @@ class _Exchange:
     ) -> None:
         name, forced = mixer_call(node).short_name, self.ctx.mixer_strategy is strategy
         path, seconds = module_path(node), tuple(prices.items())
+        wanted = self.ctx.mixer_strategy
+        if wanted not in (None, strategy):
+            warn_once(
+                f"{name} at {where(node)} is shared by {strategy.value!r}: "
+                f'strategy {wanted.value!r} is not possible for it; "auto" chooses '
+                "among those that are"
+            )
         self.ctx.findings.mixers.append(
             MixerPlan(path, name, strategy, seconds, dim, forced=forced)
         )
@@ -398,7 +407,12 @@ class _Exchange:
                 in_full += self._gather_price(operands)
             return in_full, moved
         forced = self.ctx.mixer_strategy
-        if forced not in (None, MixerStrategy.EXCHANGE) and moved is not None:
+        rules_out = forced is MixerStrategy.GATHER or (
+            forced is MixerStrategy.STATES
+            and is_mixer(node)
+            and self._states_price(node) is not None
+        )
+        if rules_out and moved is not None:
             moved = _DEAR
         if is_mixer(node):
             return self._on_tokens(node)[0], moved

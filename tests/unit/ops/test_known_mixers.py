@@ -1,5 +1,7 @@
 """Calls of mixers as text and as an operator, and what is claimed of functions."""
 
+import functools
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import cpcompile as cp
 import cpcompile.ops
 from cpcompile.errors import InputError
 from cpcompile.ops.mixers.in_torch import causal_convolution
+from cpcompile.ops.mixers.keep_mixers import keep
 from cpcompile.ops.mixers.mixer_call import MixerCall, UnknownForm
 from cpcompile.ops.mixers.mixer_work import forward_work, shapes_of
 from cpcompile.ops.mixers.state_passing import _summary, passes_states
@@ -57,7 +60,6 @@ def test_the_text_of_a_call_makes_it_again(operands):
     assert again == call
     assert call.names == ("x", "gate")
     assert call.result_names == ["return"]
-    assert call.argument("power") is None
     assert torch.equal(again.run(tensors)[0], running(*operands))
 
 
@@ -227,6 +229,54 @@ def test_documents_are_not_made_in_parts():
             rule, (q, q, q, g, g), {"cu_seqlens": torch.tensor([0, 3, TOKENS])}
         )
         assert not passes_states(call)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_convolution_of_documents_stays_a_kernel(by_name):
+    """Torch's formula has no documents, however they are given."""
+    with stand_ins() as kernels:
+        function = kernels["causal_conv1d_fn"]
+        x, weight, bias = torch.ones(1, 2, 5), torch.ones(2, 3), torch.ones(2)
+        documents = torch.zeros(1, 5, dtype=torch.int32)
+        assert keep(function, [x, weight, bias], {}) is causal_convolution
+        args = [x, weight, bias, *([] if by_name else [documents])]
+        kept = keep(function, args, {"seq_idx": documents} if by_name else {})
+        assert isinstance(kept, tuple)
+        assert MixerCall.of_text(kept[1]).names[-1] == "seq_idx"
+
+
+def test_a_wrapper_of_a_known_function_is_not_that_function():
+    with stand_ins() as kernels:
+
+        @functools.wraps(kernels["causal_conv1d_fn"])
+        def doubled(x, *args, **kwargs):
+            return 2 * kernels["causal_conv1d_fn"](x, *args, **kwargs)
+
+        assert keep(doubled, [torch.ones(1, 2, 5), torch.ones(2, 3)], {}) is None
+
+
+def test_a_function_may_be_registered_anew(operands):
+    """The last of two that have one name is called."""
+    for factor in (1, 3):
+
+        def scaled(x, gate, factor=factor):
+            return torch.cumsum(x * gate, 1) * factor
+
+        cp.register_mixer(
+            scaled, tokens={"x": 1, "gate": 1, "return": 1}, independent={}
+        )
+        call, tensors = MixerCall.of(scaled, operands, {})
+        (computed,) = torch.ops.cp.mixer(tensors, str(call))
+        assert torch.equal(computed, scaled(*operands))
+
+
+def test_a_last_state_is_not_passed_on(operands):
+    """All ranks would have its whole gradient."""
+    register()
+    call, _ = MixerCall.of(running, operands, {"return_state": True})
+    assert not passes_states(call)
+    call, _ = MixerCall.of(running, (*operands, None), {})
+    assert not passes_states(call)  # given by position
 
 
 def test_work_grows_with_the_tokens():
