@@ -192,10 +192,19 @@ def flows_of(fake_mode: FakeTensorMode, device_type: str) -> Flows:
 
 
 def entry_mesh(device_type: str, entries: int) -> DeviceMesh:
-    """Make a mesh with one rank per entry that has no process group."""
+    """Make a mesh with one rank per entry that has no process group.
+
+    DTensor remembers what it answered for meshes that are equal; the name keeps this
+    mesh apart from a user's with as many ranks.
+    """
     with disable_current_modes():  # it reads the ranks, which are not to be fake
-        ranks = torch.arange(entries)
-        return DeviceMesh(device_type, ranks, _init_backend=False, _rank=0)
+        return DeviceMesh(
+            device_type,
+            torch.arange(entries),
+            mesh_dim_names=("cpcompile: one rank per entry",),
+            _init_backend=False,
+            _rank=0,
+        )
 
 
 def _local(x: Any) -> Any:

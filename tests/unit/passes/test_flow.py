@@ -5,7 +5,8 @@ from unittest import mock
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import Partial
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils import _pytree as pytree
 
 from cpcompile.passes.flow.flow import Flows
@@ -115,3 +116,12 @@ def test_answers_are_remembered_by_all_that_they_depend_on():
             assert flow_of(*other, flows=flows) is None
         assert flow_of(*question, entries=3, flows=flows) is None
     assert ask.call_count == 4
+
+
+def test_answers_do_not_reach_a_mesh_of_the_user():
+    """DTensor remembers results by meshes that are equal, not by the same mesh."""
+    flow_of(torch.tanh, [[2, 2, 4]], [TokenDim(1)], entries=2)
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    local = torch.zeros(2, 1, 4)
+    tokens = DTensor.from_local(local, mesh, [Shard(1)], run_check=False)
+    assert torch.tanh(tokens).device_mesh is mesh
