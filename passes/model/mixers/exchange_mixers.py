@@ -28,6 +28,7 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import Shard
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from cpcompile.cost.mixer_plan import MixerPlan, MixerStrategy
 from cpcompile.cost.relayout_cost import relayout_seconds
@@ -84,8 +85,8 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
     A recurrence that can be computed in parts stays split along the tokens where
     passing on its state is cheaper; it counts, too.
     """
-    if any(_is_symbolic(fake_value(x)) for x in all_nodes(graph)):
-        return 0  # a program for many lengths, or of sizes that only data tells
+    if any(_is_of_data(fake_value(x)) for x in all_nodes(graph)):
+        return 0
     seeds = dict(_sequences(graph, ctx))
     lengths = sorted({_size(node, dim) for node, dim in seeds.items()} - {0, 1})
     tokens = {}
@@ -117,10 +118,10 @@ def _sequences(graph: fx.Graph, ctx: Context) -> Iterator[tuple[fx.Node, TokenDi
                 yield node, TokenDim(tokens)
 
 
-def _is_symbolic(value: Any) -> bool:
-    return is_symbol(value) or (
-        isinstance(value, Tensor) and any(map(is_symbol, value.shape))
-    )
+def _is_of_data(value: Any) -> bool:
+    """Tell whether only data tells a number, or a size of a tensor."""
+    sizes = value.shape if isinstance(value, Tensor) else [value]
+    return any(is_symbol(n) and bool(free_unbacked_symbols(n)) for n in sizes)
 
 
 def _size(node: fx.Node, dim: TokenDim) -> int:
@@ -304,9 +305,9 @@ class _Exchange:
         for operand in node.all_input_nodes:
             if operand not in self.tokens.dims:
                 continue
-            for dim, size in enumerate(expected_shape(fake_value(operand))):
-                if dim == self.tokens.dims[operand].dim:
-                    continue
+            for dim, size in enumerate(fake_value(operand).shape):
+                if dim == self.tokens.dims[operand].dim or is_symbol(size):
+                    continue  # a symbol may be less than the ranks another time
                 if leaves_ranks_empty(size, self.ctx.ranks):
                     continue  # views of empty parts fail
                 known = next(

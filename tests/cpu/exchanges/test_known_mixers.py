@@ -178,14 +178,22 @@ def test_inductor_runs_a_kernel(pools, strategy):
         assert count == 1
 
 
-def of_many_lengths():
-    """Deviations of one compiled module on sequences of several lengths."""
+def of_many_lengths(strategy):
+    """Deviations of one module on sequences of several lengths.
+
+    And the number of programs, and of those whose mixer is shared.
+    """
     torch._dynamo.reset()
+    counters.clear()
     found = []
     with stand_ins() as kernels:
         torch.manual_seed(0)
         module = DeltaRule(kernels).double()
-        options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
+        options = {
+            "mesh": sequence_mesh(2),
+            "inner": "aot_eager",
+            "strategy": {"mixers": strategy},
+        }
         compiled = torch.compile(module, backend="cp", options=options)
         for tokens in (8, 12, 16, 11):
             x = torch.randn(1, tokens, WIDTH, dtype=torch.float64)
@@ -194,14 +202,17 @@ def of_many_lengths():
                 for call in (compiled, module)
             ]
             found += deviations(*results)
-    return found
+    programs = counters["stats"]["unique_graphs"]
+    return found, programs, counters["cpcompile"]["exchange_mixers"]
 
 
 @pytest.mark.timeout(100)
-def test_a_kernel_takes_many_lengths(pools):
+@pytest.mark.parametrize("strategy", ["exchange", "states"])
+def test_a_kernel_takes_many_lengths(pools, strategy):
     """From the second length on the program is for many."""
-    for found in pools[2].run(of_many_lengths, timeout=90):
+    for found, programs, shared in pools[2].run(of_many_lengths, strategy, timeout=90):
         check(found)
+        assert shared == programs < 4
 
 
 def explained(name, strategy, tokens):
