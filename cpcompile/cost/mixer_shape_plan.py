@@ -58,6 +58,11 @@ class MixerShapePlan(MixerPlan):
         """The candidate that was chosen."""
         return next(c for c in self.candidates if c.strategy is self.strategy)
 
+    @property
+    def work_text(self) -> str:
+        """What kernels are taken to do, in words."""
+        return _WORK_IN_WORDS[self.work]
+
     def runner_up_text(self) -> str:
         """Return "exchange +53 %", of the seconds of the whole call."""
         other, best = self.runner_up, self.chosen.seconds
@@ -93,8 +98,7 @@ class MixerShapePlan(MixerPlan):
         return "\n".join(
             [
                 shape_text(self.shape, self.direction),
-                f"predicted for {self.hardware}, {nodes} per node; "
-                f"{_WORK_IN_WORDS[self.work]}",
+                f"predicted for {self.hardware}, {nodes} per node; {self.work_text}",
                 "",
                 self.decision_text(),
                 self.table(),

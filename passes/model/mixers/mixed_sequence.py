@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch.fx as fx
-from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from cpcompile.geometry.layout import leaves_ranks_empty

@@ -151,7 +151,9 @@ class RegionFinder:
             moved = DEAR
         if is_mixer(node):
             return self._seconds.on_tokens(node)[0], moved
-        with_tokens = [x for x in node.all_input_nodes if x in self._sequence.tokens.dims]
+        with_tokens = [
+            x for x in node.all_input_nodes if x in self._sequence.tokens.dims
+        ]
         in_parts = self._seconds.of_gather(with_tokens) + in_full
         return DEAR if forced is MixerStrategy.EXCHANGE else in_parts, moved
 
@@ -165,7 +167,9 @@ class RegionFinder:
         return [
             x
             for x in node.all_input_nodes
-            if x in self._sequence.tokens.dims and x in self._sequence.computed and x not in entries.dims
+            if x in self._sequence.tokens.dims
+            and x in self._sequence.computed
+            and x not in entries.dims
         ]
 
 

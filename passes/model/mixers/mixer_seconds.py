@@ -65,9 +65,7 @@ class MixerSeconds:
 
     def _on_entries(self, node: fx.Node, entries: DimClass) -> float:
         """Return the seconds to move a value; what all entries read is gathered."""
-        return (
-            self._exchanged(node) if node in entries.dims else self.of_gather([node])
-        )
+        return self._exchanged(node) if node in entries.dims else self.of_gather([node])
 
     def of_states(self, node: fx.Node) -> float | None:
         """Return the seconds of passing on states; None where that is impossible."""
