@@ -84,9 +84,9 @@ class MixerOnRanks:
         )
         received = 0.0
         if self._goes_forward:
-            received += sum(sizes) * self._other_tokens
+            received += sum(sizes) * self._gathered_part
         if self._goes_backward:  # of the result alone: gradients are of all tokens
-            received += shape.nbytes(shape.result) * self._other_tokens
+            received += shape.nbytes(shape.result) * self._gathered_part
         return self._candidate(MixerStrategy.GATHER, beyond, received)
 
     def _exchanged(self, dim: str, entries: int) -> MixerCandidate:
@@ -101,7 +101,7 @@ class MixerOnRanks:
                 beyond.append(
                     mixer_prices.gathered_seconds(profile, ranks, sizes, passes)
                 )
-                received += passes * nbytes * self._other_tokens
+                received += passes * nbytes * self._gathered_part
             else:
                 beyond.append(
                     mixer_prices.exchanged_seconds(profile, ranks, nbytes, passes)
@@ -157,3 +157,9 @@ class MixerOnRanks:
         """The part of the tokens that the first rank does not have."""
         tokens = self.shape.tokens
         return 1 - Chunks(tokens, self.ranks).count(0) / tokens
+
+    @property
+    def _gathered_part(self) -> float:
+        """The part of a value that an all-gather brings; chunks are padded alike."""
+        tokens = self.shape.tokens
+        return (self.ranks - 1) * Chunks(tokens, self.ranks).size / tokens

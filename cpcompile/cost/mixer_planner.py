@@ -158,8 +158,9 @@ def states_win_from(
 ) -> float | None:
     """Return the tokens per rank from which on states are cheaper than an exchange.
 
-    Both prices are a constant and a term for each token. None if states never win, or
-    one of both is not possible; 0 if they always do.
+    Both prices are a constant and a term for each token. 0 if states are cheaper for
+    any length; None if an exchange is cheaper for long sequences, or if one of both is
+    not possible.
     """
     few, many = 2**10, 2**20
     gaps = []

@@ -44,7 +44,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
     options = parser.parse_args(arguments)
     about = setup(model=options.model, printed=options.hardware)
-    del about["load_average"]  # nothing is measured
+    del about["load_average"]  # which changes no number here
     record = {
         "setup": about,
         "rows": [
@@ -191,14 +191,15 @@ def markdown(record: dict[str, Any]) -> str:
         "",
         '"Read once": a kernel reads its operands once, which is what the compiler '
         'assumes of a kernel that cannot run without data. "As published": it also '
-        "computes, as fast as published kernels of fla on H800. Times are those of "
-        "one layer on the slowest rank; MB (1e6) are what a rank receives for it.",
+        "computes, as fast as published kernels of fla on H800, and elsewhere at the "
+        "same part of attention's rate, which is an assumption. Times are those of one "
+        "layer on the slowest rank; MB (1e6) are what a rank receives for it.",
         "",
         "## From how many tokens per rank on states are cheaper than an exchange",
         "",
-        '"all": for any length. "none": the exchange is cheaper for any length, as its '
-        'messages cost less than computing summaries. "-": there are fewer heads than '
-        "ranks, so that there is no exchange.",
+        '"all": for any length. "none": an exchange is cheaper for long sequences, as '
+        'its messages cost less than computing summaries. "-": there are fewer heads '
+        "than ranks, so that there is no exchange.",
         "",
         *crossover_table(record["states_win_from"]),
         "",
