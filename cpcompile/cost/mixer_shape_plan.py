@@ -32,7 +32,7 @@ class MixerCandidate:
     excluded: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MixerShapePlan(MixerPlan):
     """The decision for a mixer of a shape; print it for a table of candidates.
 
@@ -40,17 +40,16 @@ class MixerShapePlan(MixerPlan):
     strategies are compared. candidates: best first, those that are out last.
     """
 
-    shape: MixerShape | None = None
-    ranks: int = 1
-    direction: Direction = Direction.BOTH
-    work: KernelWork = KernelWork.OPERANDS
-    profile: HardwareProfile | None = None
-    candidates: tuple[MixerCandidate, ...] = ()
+    shape: MixerShape
+    ranks: int
+    direction: Direction
+    work: KernelWork
+    profile: HardwareProfile
+    candidates: tuple[MixerCandidate, ...]
 
     @property
     def hardware(self) -> str:
         """Name of the hardware profile."""
-        assert self.profile is not None, "made without a profile"
         return self.profile.name
 
     @property
@@ -93,7 +92,6 @@ class MixerShapePlan(MixerPlan):
         return text_table([("", *HEADER), *rows], indent="")
 
     def __str__(self) -> str:
-        assert self.shape is not None and self.profile is not None, "made by hand"
         nodes = ranks_text(int(self.profile.ranks_per_node))
         return "\n".join(
             [

@@ -126,7 +126,6 @@ def crossovers(model: str) -> list[dict[str, Any]]:
         for ranks in RANKS:
             for work in WORKS:
                 plan = mixer_plan(mixer, hardware, ranks, LENGTHS[-1], work)
-                assert plan.shape is not None, "plan_mixer says it"
                 possible = dict(plan.seconds)
                 tokens = states_win_from(
                     plan.shape, load_profile(hardware), ranks, work=work

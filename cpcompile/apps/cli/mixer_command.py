@@ -98,7 +98,6 @@ def answer(
 def lines(answers: list[MixerAnswer], candidates: bool) -> list[str]:
     """Write the plans for people; candidates: also those of a sweep."""
     first = answers[0].plan
-    assert first.shape is not None and first.profile is not None, "plan_mixer says them"
     layers = f"{answers[0].layers} layers of " if answers[0].layers else ""
     nodes = ranks_text(int(first.profile.ranks_per_node))
     text = [

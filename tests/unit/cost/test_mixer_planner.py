@@ -204,6 +204,8 @@ def test_every_kind_can_be_planned_printed_and_written(kind, work):
     record = json.loads(json.dumps(to_dict(plan)))
     assert record["strategy"] == plan.strategy.value
     assert record["shape"]["kind"] == kind
+    assert record["runner_up"] == plan.runner_up[0].value
+    assert record["hardware"] == "h100_sxm"
 
 
 @pytest.mark.parametrize(
