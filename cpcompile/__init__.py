@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from cpcompile import config
     from cpcompile.apps.verification.verify import verify
     from cpcompile.cost.max_sequence.fit import fit
+    from cpcompile.cost.mixer_planner import plan_mixer
     from cpcompile.cost.planner import plan
     from cpcompile.frontend.local_view import ContextParallel
     from cpcompile.frontend.sharded_parameters import shard_parameters
@@ -27,6 +28,7 @@ __all__ = [
     "explain",
     "fit",
     "plan",
+    "plan_mixer",
     "register_mixer",
     "same_rows",
     "shard",
@@ -44,6 +46,7 @@ _HOMES = {
     "explain": "cpcompile.reporting.explanation",
     "fit": "cpcompile.cost.max_sequence.fit",
     "plan": "cpcompile.cost.planner",
+    "plan_mixer": "cpcompile.cost.mixer_planner",
     "register_mixer": "cpcompile.ops.mixers.registry",
     "same_rows": "cpcompile.ranks.same_rows",
     "shard_batch": "cpcompile.ranks.local_batches",

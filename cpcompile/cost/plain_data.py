@@ -2,7 +2,7 @@
 
 A dataclass becomes a dict of its fields, in their order: CPDegrees is {"ulysses",
 "ring", "inner"}. An enum becomes its value, a tuple a list. A Candidate has its `label`
-as well. A Plan has the label of its runner-up, and the name of its profile, whose
+as well. A plan has the label of its runner-up, and the name of its profile, whose
 numbers are without their sources.
 """
 
@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 from cpcompile.cost.hardware.profile import NUMBERS, HardwareProfile
+from cpcompile.cost.mixer_shape_plan import MixerShapePlan
 from cpcompile.cost.plans import Candidate, Plan
 
 
@@ -51,5 +52,9 @@ def _added(value: object) -> dict[str, Any]:
     if isinstance(value, Plan):
         other = value.runner_up
         label = None if other is None else other.label
+        return {"runner_up": label, "hardware": value.hardware}
+    if isinstance(value, MixerShapePlan):
+        runner_up = value.runner_up
+        label = None if runner_up is None else runner_up[0].value
         return {"runner_up": label, "hardware": value.hardware}
     return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from cpcompile.cost.choose import choose
@@ -14,6 +14,7 @@ from cpcompile.geometry.layout import Layout
 # All that are worth comparing: fold costs what striped does.
 BALANCED_LAYOUTS = (Layout.ZIGZAG, Layout.STRIPED)
 AUTO_LAYOUTS = (Layout.CONTIGUOUS, *BALANCED_LAYOUTS)
+_CALL = "cp.plan"
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -76,9 +77,7 @@ def plan(
         "kv_seq": seq if kv_seq is None else kv_seq,
         "value_dim": head_dim if value_dim is None else value_dim,
     }
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"cp.plan: {name} is {value!r}; needed a positive integer")
+    positive_integers(_CALL, sizes)
     profile = load_profile(hardware)
     if ranks_per_node is not None:
         profile = replace(profile, ranks_per_node=float(ranks_per_node))
@@ -91,16 +90,16 @@ def plan(
         head_dim=head_dim,
         value_dim=sizes["value_dim"],
         bytes_per_element=BYTES_PER_ELEMENT[
-            _one_of("dtype", dtype.removeprefix("torch."), BYTES_PER_ELEMENT)
+            one_of(_CALL, "dtype", dtype.removeprefix("torch."), BYTES_PER_ELEMENT)
         ],
         causal=causal,
         direction=Direction(
-            _one_of("direction", direction, [d.value for d in Direction])
+            one_of(_CALL, "direction", direction, [d.value for d in Direction])
         ),
         ranks=ranks,
         relayout=relayout,
     )
-    named = _one_of("layout", layout, ["auto", *(x.value for x in Layout)])
+    named = one_of(_CALL, "layout", layout, ["auto", *(x.value for x in Layout)])
     layouts = AUTO_LAYOUTS if named == "auto" else (Layout(named),)
     try:
         return choose(
@@ -113,10 +112,24 @@ def plan(
         raise ValueError(f"cp.plan: {error}") from error
 
 
-def _one_of(name: str, value: str, choices: object) -> str:
-    names = list(choices)  # type: ignore[call-overload]  # a dict or a list of str
+def positive_integers(call: str, sizes: Mapping[str, int]) -> None:
+    """Check the sizes of a call that plans.
+
+    Raises: ValueError for what is no positive integer.
+    """
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{call}: {name} is {value!r}; needed a positive integer")
+
+
+def one_of(call: str, name: str, value: str, choices: Iterable[str]) -> str:
+    """Return the value of an argument.
+
+    Raises: ValueError if it is none of the choices.
+    """
+    names = list(choices)
     if value not in names:
         raise ValueError(
-            f"cp.plan: {name} is {value!r}; needed one of {', '.join(names)}"
+            f"{call}: {name} is {value!r}; needed one of {', '.join(names)}"
         )
     return value

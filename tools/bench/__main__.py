@@ -11,6 +11,7 @@
     overlap       what rings, gathers and gradients hide behind computation
     memory        what tiles save of the memory of a training step, and their cost
     mixers        state-space models and delta rules, by every strategy
+    hybrid        attention and delta rules on many ranks, simulated; nothing runs
     lengths       what a stream of many lengths compiles, and costs per step
     aot           every step kernel, compiled for GPUs that need not be here
 
@@ -37,6 +38,7 @@ MODULES = {
     "overlap": "tools.bench.overlap",
     "memory": "tools.bench.memory",
     "mixers": "tools.bench.mixers",
+    "hybrid": "tools.bench.hybrid",
     "lengths": "tools.bench.lengths",
     "aot": "tools.bench.aot",
 }

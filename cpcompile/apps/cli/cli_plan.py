@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cpcompile.apps.cli import fit_command
+from cpcompile.apps.cli import fit_command, mixer_command
 from cpcompile.apps.cli.presets import Preset, find_preset
 from cpcompile.cost.plain_data import to_dict, to_json
 from cpcompile.cost.planner import plan
@@ -44,18 +44,34 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("needs --cp (or --gpus), the number of ranks")
     if arguments.seq is None and not arguments.fit:
         raise ValueError("needs --seq, the number of tokens, or --fit")
+    if arguments.mixer is not None and not (arguments.model or arguments.heads):
+        return _run_mixer(arguments)
     preset = _preset(arguments)
     if arguments.fit:
         return fit_command.run(arguments, preset)
+    mixer = mixer_command.mixer_layers(arguments, preset)
+    preset = replace(preset, mixer=mixer)
     answers = [_answer(arguments, preset, ranks) for ranks in arguments.cp]
     plans = [a.plan for a in answers if a.plan is not None]
     if not plans:
         raise ValueError(answers[0].error)
+    mixers = [
+        mixer_command.answer(arguments, mixer, a.ranks, a.plan, preset.layers)
+        for a in answers
+        if mixer is not None
+    ]
     if arguments.json:
         single = len(answers) == 1
-        print(to_json(plans[0] if single else [_record(a) for a in answers]))
+        attention = plans[0] if single else [_record(a) for a in answers]
+        others = mixers[0].plan if single and mixers else [m.plan for m in mixers]
+        print(
+            to_json({"attention": attention, "mixer": others} if mixers else attention)
+        )
     else:
         print("\n".join(_text(arguments, preset, answers, plans[0])))
+        if mixers:
+            more = mixer_command.lines(mixers, arguments.candidates)
+            print("\n".join(["", *more]))
     if arguments.html is not None:
         # Numpy and matplotlib are not needed otherwise.
         from cpcompile.reporting.drawing.page import Section, Table, page
@@ -78,6 +94,24 @@ def run(arguments: argparse.Namespace) -> int:
         )
         arguments.html.write_text(text, encoding="utf-8")
         print(f"wrote {arguments.html}", file=sys.stderr)
+    return 0
+
+
+def _run_mixer(arguments: argparse.Namespace) -> int:
+    """Plan a mixer without attention."""
+    if arguments.fit or arguments.html is not None:
+        raise ValueError(
+            "--fit and --html are for attention; needed --model, or --heads and "
+            "--head-dim, beside --mixer"
+        )
+    mixer = mixer_command.mixer_layers(arguments, None)
+    assert mixer is not None, "it is named"
+    answers = [mixer_command.answer(arguments, mixer, n) for n in arguments.cp]
+    if arguments.json:
+        plans = [x.plan for x in answers]
+        print(to_json(plans[0] if len(plans) == 1 else plans))
+    else:
+        print("\n".join(mixer_command.lines(answers, arguments.candidates)))
     return 0
 
 
@@ -120,7 +154,8 @@ def _answer(arguments: argparse.Namespace, preset: Preset, ranks: int) -> Answer
             memory_budget=arguments.memory_budget,
             value_dim=preset.value_dim,
             overrides=dict(arguments.override),
-            relayout=arguments.relayout,
+            # Mixers have tokens in their natural order.
+            relayout=arguments.relayout or preset.mixer is not None,
         )
         return Answer(ranks, chosen_plan)
     except ValueError as error:

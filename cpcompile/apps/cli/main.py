@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -100,7 +101,7 @@ def _calibrate(arguments: list[str]) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).removeprefix("cp.plan: ").split())
+    return " ".join(re.sub(r"^cp\.plan(_mixer)?: ", "", str(error)).split())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Hugging Face hub where there is one); the comment names what they were read from
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,21 @@ class DenseModel:
 
 
 @dataclass(frozen=True)
+class MixerLayers:
+    """Layers that mix tokens by other means, with the sizes that cp.plan_mixer takes.
+
+    They are those of the call: transformers repeats keys for every value head before.
+    """
+
+    kind: str
+    value_heads: int
+    value_dim: int
+    key_heads: int | None = None
+    key_dim: int | None = None
+    layers: int = 0
+
+
+@dataclass(frozen=True)
 class Preset:
     """The attention calls of one model, which are all alike.
 
@@ -33,6 +48,7 @@ class Preset:
     value_dim: head dim of v, if it is not head_dim.
     windowed_layers, window: number of further layers, which see only a sliding window
         of `window` tokens; they are not planned.
+    mixer: its layers that are no softmax attention.
     dense: its other sizes, where `--fit` knows how its memory is used.
     """
 
@@ -45,8 +61,10 @@ class Preset:
     windowed_layers: int = 0
     window: int = 0
     dense: DenseModel | None = None
+    mixer: MixerLayers | None = None
 
 
+_QWEN_DELTA = MixerLayers("gated_delta_rule", 32, 128)
 PRESETS: dict[str, Preset] = {
     # meta-llama/Llama-2-7b, -13b, -70b
     "llama2-7b": Preset(32, 32, 32, 128, dense=DenseModel(4096, 11008, 32000)),
@@ -75,6 +93,10 @@ PRESETS: dict[str, Preset] = {
     ),
     "qwen3-30b-a3b": Preset(48, 32, 4, 128),
     "qwen3-235b-a22b": Preset(94, 64, 4, 128),
+    # Qwen/Qwen3-Next-80B-A3B, and the default sizes of qwen3_5 in transformers: three
+    # of four layers are gated delta rules
+    "qwen3-next-80b-a3b": Preset(12, 16, 2, 256, mixer=replace(_QWEN_DELTA, layers=36)),
+    "qwen3.5": Preset(8, 16, 4, 256, mixer=replace(_QWEN_DELTA, layers=24)),
     # google/gemma-2-9b, -27b: every second layer has a window
     "gemma2-9b": Preset(21, 16, 8, 256, windowed_layers=21, window=4096),
     "gemma2-27b": Preset(23, 32, 16, 128, windowed_layers=23, window=4096),

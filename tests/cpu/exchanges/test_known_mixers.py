@@ -244,7 +244,7 @@ def test_states_have_one_size_for_all_lengths(pools):
     assert short[Purpose.MIXER] == long[Purpose.MIXER] == 4 * state
     assert "mixer mamba_chunk_scan_combined at " in text
     assert ": states (forced)" in text
-    assert "runner-up exchange" in text
+    assert "runner-up gather" in text  # of two, at few tokens it has fewer messages
 
 
 @pytest.mark.timeout(100)

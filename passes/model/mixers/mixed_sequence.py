@@ -1,0 +1,174 @@
+"""Find the calls that bring tokens together, and dimensions that they leave apart."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+
+import torch.fx as fx
+from torch.distributed.tensor import Shard
+
+from cpcompile.geometry.layout import leaves_ranks_empty
+from cpcompile.geometry.lengths import is_symbol
+
+from ...flow.flow import flows_of
+from ...graph.attention_calls import is_attention
+from ...graph.calls import canonical_call, spelled
+from ...graph.context import Context, InputKind
+from ...graph.cp_attention import is_cp_attention
+from ...graph.effects import is_in_place
+from ...graph.mixer_calls import is_mixer, result_roles
+from ...graph.nodes import (
+    all_graphs,
+    all_nodes,
+    expected_shape,
+    fake_mode_of,
+    fake_value,
+    storage,
+    sub_graph,
+)
+from ...graph.sequence_tokens import TokenDim, is_row_parallel_operand
+from ..normalize.pad_convolutions import convolved
+from ..sharding.dim_flows import token_operands
+from ..sharding.sharding_rules import RULES
+from .dim_class import CREATIONS, DimClass, linked_values
+
+_ANYWHERE = ("mean", "expand_as", "logsigmoid", "log_sigmoid")
+"""Calls whose rules of ours look where their operand is split."""
+
+
+class MixedSequence:
+    """The values and calls of a graph that have sequences of one length.
+
+    tokens: values that have them. computed: values that are computed of these.
+    classes: dimensions along which entries keep apart, as far as they were asked for.
+    of_others: values that have the tokens of sequences of another length.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, ctx: Context, tokens: int, seeds: dict[fx.Node, TokenDim]
+    ) -> None:
+        self.ranks = ctx.ranks
+        self.nodes = [
+            node
+            for each in all_graphs(graph)
+            for node in each.nodes
+            if sub_graph(node) is None
+        ]
+        self._flows = flows_of(fake_mode_of(graph), ctx.mesh.device_type)
+        self.links = linked_values(graph)
+        self.tokens = DimClass(self._flows, self.links, tokens, 1)
+        self.tokens.grow({x: d for x, d in seeds.items() if dim_size(x, d) == tokens})
+        self.classes: list[DimClass] = []
+        self.of_others: set[fx.Node] = set()
+        self._written = _written_memory(self.nodes)
+        self.computed = _computed_of(
+            graph, {x for x in self.tokens.dims if x.op == "placeholder"}, self.links
+        )
+
+    def mixes(self, node: fx.Node) -> bool:
+        """Tell whether a call brings tokens together that ranks have."""
+        if node.op not in ("call_function", "call_method") or sub_graph(node):
+            return False
+        if node not in self.computed or _knows_tokens(node):
+            return False
+        if spelled(node) in CREATIONS or convolved(node) is not None:
+            return False  # what a convolution needs of neighbours is little
+        if not any(x in self.tokens.dims for x in node.all_input_nodes):
+            return False
+        return not (self.tokens.is_local(node) or self.tokens.is_sum(node))
+
+    def classes_of(self, node: fx.Node) -> Iterator[DimClass]:
+        """Yield the classes of dimensions that a call treats entry by entry."""
+        for operand in node.all_input_nodes:
+            if operand not in self.tokens.dims:
+                continue
+            for dim, size in enumerate(fake_value(operand).shape):
+                if dim == self.tokens.dims[operand].dim or is_symbol(size):
+                    continue  # a symbol may be less than the ranks another time
+                if leaves_ranks_empty(size, self.ranks):
+                    continue  # views of empty parts fail
+                known = next(
+                    (c for c in self.classes if c.dims.get(operand) == TokenDim(dim)),
+                    None,
+                )
+                if known is None:
+                    known = DimClass(self._flows, self.links, size, self.ranks)
+                    known.grow({operand: TokenDim(dim)})
+                    self.classes.append(known)
+                if known.is_local(node):
+                    yield known
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Tell whether a call writes to the memory of a value, or of an operand."""
+        values = (node, *node.all_input_nodes) if is_in_place(node) else (node,)
+        return any(storage(x) in self._written for x in values)
+
+
+def find_sequences(graph: fx.Graph, ctx: Context) -> Iterator[tuple[fx.Node, TokenDim]]:
+    """Yield values whose tokens are known, with the dimension that has them."""
+    for node, given in ctx.inputs.items():
+        if given.kind is InputKind.FULL and given.dim is not None:
+            yield node, TokenDim(given.dim)
+        for axis, placement in enumerate(given.placements):
+            if axis == ctx.axis and isinstance(placement, Shard):
+                yield node, TokenDim(placement.dim)
+    for node in all_nodes(graph):
+        for operand, dim in token_operands(node):
+            yield operand, TokenDim(dim)
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node) and is_mixer(source):
+            tokens, _ = result_roles(source, node.args[1])  # type: ignore[arg-type]
+            if tokens is not None:
+                yield node, TokenDim(tokens)
+
+
+def dim_size(node: fx.Node, dim: TokenDim) -> int:
+    """Return the size of a dimension of a value."""
+    return expected_shape(fake_value(node))[dim.dim]
+
+
+def stays_on_tokens(node: fx.Node) -> bool:
+    """Tell whether a call has to be on the side of the tokens, whatever flow says."""
+    return _knows_tokens(node) and canonical_call(node).name not in _ANYWHERE
+
+
+def _knows_tokens(node: fx.Node) -> bool:
+    """Tell whether a rule of ours splits a call along tokens, whatever flow says."""
+    if is_attention(node) or is_cp_attention(node) or is_row_parallel_operand(node):
+        return True
+    name = canonical_call(node).name
+    return name in RULES and name not in ("view", "reshape", "flatten", "cat")
+
+
+def _written_memory(nodes: Iterable[fx.Node]) -> set[int | None]:
+    """Return the memory that calls write to, but for that of new tensors.
+
+    Whatever names such memory has to lie in it as the caller knows it.
+    """
+    written = {
+        storage(node.args[0])
+        for node in nodes
+        if is_in_place(node)
+        and isinstance(node.args[0], fx.Node)
+        and not (spelled(node) == "setitem" and spelled(node.args[0]) in CREATIONS)
+    }
+    return written - {None}
+
+
+def _computed_of(
+    graph: fx.Graph, inputs: set[fx.Node], links: dict[fx.Node, list[fx.Node]]
+) -> set[fx.Node]:
+    """Return what is computed of some inputs, and these."""
+    found, waiting = set(inputs), list(inputs)
+    while waiting:
+        node = waiting.pop()
+        read = [x for x in node.users if spelled(x) not in CREATIONS]
+        written = [x.args[0] for x in read if spelled(x) == "setitem"]
+        for other in (*read, *written, *links.get(node, ())):
+            if not isinstance(other, fx.Node) or other.op == "output":
+                continue
+            if other not in found:
+                found.add(other)
+                waiting.append(other)
+    return found
