@@ -32,7 +32,7 @@ def plan_mixer(
     ranks_per_node: int | None = None,
     overrides: Mapping[str, float] | None = None,
     strategy: str = "auto",
-    work: str = "operands",
+    work: str = "chunks",
 ) -> MixerShapePlan:
     """Compare every way to share a sequence mixer that is no softmax attention.
 
@@ -48,9 +48,8 @@ def plan_mixer(
         value_heads, value_dim: of the values; "mamba" has a channel for each product.
         batch, dtype, direction, hardware, ranks_per_node, overrides: as for cp.plan.
         strategy: "exchange", "states" or "gather" forces one; "auto" takes the best.
-        work: "operands": a kernel reads its operands once, as the compiler assumes of
-            one that cannot run without data; "chunks": it computes as well, as fast as
-            published kernels.
+        work: "chunks": a kernel computes as fast as published ones, as the compiler
+            assumes of those of packages; "operands": it reads its operands once.
 
     Returns: a MixerShapePlan, with `.strategy`, `.chosen` and `.candidates`, best
     first. Each has seconds of the whole call, wire_bytes, and excluded, the reason why
@@ -111,7 +110,7 @@ def choose_mixer(
     profile: HardwareProfile,
     ranks: int,
     direction: Direction = Direction.BOTH,
-    work: KernelWork = KernelWork.OPERANDS,
+    work: KernelWork = KernelWork.CHUNKS,
     forced: MixerStrategy | None = None,
 ) -> MixerShapePlan:
     """Compare the strategies for a shape, and choose.
@@ -154,7 +153,7 @@ def states_win_from(
     profile: HardwareProfile,
     ranks: int,
     direction: Direction = Direction.BOTH,
-    work: KernelWork = KernelWork.OPERANDS,
+    work: KernelWork = KernelWork.CHUNKS,
 ) -> float | None:
     """Return the tokens per rank from which on states are cheaper than an exchange.
 

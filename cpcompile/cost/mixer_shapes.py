@@ -34,9 +34,9 @@ class MixerKind(Enum):
 class KernelWork(Enum):
     """What a kernel is taken to do.
 
-    OPERANDS: reads its operands once, as the compiler assumes of a kernel that cannot
-        run without data.
-    CHUNKS: computes products chunk by chunk as well, at the speed of published kernels.
+    OPERANDS: reads its operands once.
+    CHUNKS: computes products chunk by chunk as well, at the speed of published kernels,
+        as the compiler assumes of those that cannot run without data.
     """
 
     OPERANDS = "operands"

@@ -188,10 +188,10 @@ def markdown(record: dict[str, Any]) -> str:
         "`tools/in_venv python -m tools.bench hybrid`; "
         f"{setup_text(about)}.",
         "",
-        '"Read once": a kernel reads its operands once, which is what the compiler '
-        'assumes of a kernel that cannot run without data. "As published": it also '
-        "computes, as fast as published kernels of fla on H800, and elsewhere at the "
-        "same part of attention's rate, which is an assumption. Times are those of one "
+        '"Read once": a kernel only reads its operands once. "As published", which the '
+        "compiler assumes of kernels that cannot run without data: it also computes, "
+        "as fast as published kernels of fla on H800, and elsewhere at the same part "
+        "of attention's rate, which is an assumption. Times are those of one "
         "layer on the slowest rank; MB (1e6) are what a rank receives for it.",
         "",
         "## From how many tokens per rank on states are cheaper than an exchange",

@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mixer.add_argument(
         "--mixer-work",
         choices=[w.value for w in KernelWork],
-        default=KernelWork.OPERANDS.value,
-        help="a kernel reads its operands once, as the compiler assumes, or computes "
-        "as fast as published ones",
+        default=KernelWork.CHUNKS.value,
+        help="a kernel computes as fast as published ones, as the compiler assumes, or "
+        "only reads its operands",
     )
     call = parser.add_argument_group("call")
     call.add_argument("--seq", type=_count, metavar="N", help="tokens; 128k is 131072")

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cpcompile.cost.mixer_shapes import MixerKind, MixerShape
 from cpcompile.ops.mixers.mixer import Mixer, MixerState, at_least_float32
 
 _PACKAGES = ("fla", "mamba_ssm", "causal_conv1d", "transformers")
@@ -35,6 +36,14 @@ def _delta_results(a: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         return o, None
     shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     return o, q.new_empty(shape, dtype=at_least_float32(q.dtype))
+
+
+def _delta_shape(a: Mapping[str, Any]) -> MixerShape:
+    """Return the sizes of a gated delta rule; KDA has gates of every key dim."""
+    kind = MixerKind.KDA if a["g"].ndim == 4 else MixerKind.GATED_DELTA_RULE
+    (batch, tokens, key_heads, key_dim), v = a["k"].shape, a["v"].shape
+    element = a["k"].element_size()
+    return MixerShape(kind, batch, tokens, key_heads, v[2], key_dim, v[3], element)
 
 
 def _delta_rule() -> Mixer:
@@ -61,6 +70,7 @@ def _delta_rule() -> Mixer:
             ("scale", "chunk_size", "use_qk_l2norm_in_kernel", "cu_seqlens")
         ),
         aliases={"query": "q", "key": "k", "value": "v"},
+        shape=_delta_shape,
     )
 
 
@@ -73,6 +83,13 @@ def _scan_results(a: Mapping[str, Any]) -> Any:
     return y, x.new_empty(
         x.shape[0], *x.shape[2:], b.shape[-1], dtype=at_least_float32(x.dtype)
     )
+
+
+def _scan_shape(a: Mapping[str, Any]) -> MixerShape:
+    """Return the sizes of Mamba2."""
+    (batch, tokens, heads, dim), b = a["x"].shape, a["B"].shape
+    kind, element = MixerKind.MAMBA2, a["x"].element_size()
+    return MixerShape(kind, batch, tokens, b[2], heads, b[3], dim, element)
 
 
 def _chunk_scan() -> Mixer:
@@ -90,6 +107,7 @@ def _chunk_scan() -> Mixer:
         },
         state=MixerState("initial_states", "return_final_states", "return[1]", ("x",)),
         results=_scan_results,
+        shape=_scan_shape,
         ndims={"x": 4, "dt": 3, "A": 1, "B": 4, "C": 4, "dt_bias": 1},
         others=frozenset(("chunk_size", "dt_softplus", "dt_limit", "cu_seqlens")),
         aliases={"hidden_states": "x"},
@@ -107,6 +125,13 @@ def _selective_results(a: Mapping[str, Any]) -> Any:
     )
 
 
+def _selective_shape(a: Mapping[str, Any]) -> MixerShape:
+    """Return the sizes of Mamba, one head per channel."""
+    (batch, channels, tokens), states = a["u"].shape, a["A"].shape[1]
+    kind, element = MixerKind.MAMBA, a["u"].element_size()
+    return MixerShape(kind, batch, tokens, 1, channels, states, 1, element)
+
+
 def _selective_scan() -> Mixer:
     """u, delta, z [B, D, S], A [D, N], B, C [B, N, S], D, delta_bias [D].
 
@@ -121,6 +146,7 @@ def _selective_scan() -> Mixer:
             "batch": dict.fromkeys((*per_token, "B", "C", "return[1]"), 0),
         },
         results=_selective_results,
+        shape=_selective_shape,
         ndims={"u": 3, "delta": 3, "A": 2, "B": 3, "C": 3, "D": 1, "delta_bias": 1},
         others=frozenset(
             (

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cpcompile.cost.mixer_shapes import MixerShape
 from cpcompile.errors import InputError
 
 RESULT = "return"
@@ -59,6 +60,8 @@ class Mixer:
     aliases: other names of its arguments, by the name that is used here.
     ndims: the numbers of dimensions that its tensors must have for this to hold.
     others: the arguments without a role that change nothing of it; None: all of them.
+    shape: returns the sizes of arguments by their names, by which a kernel is priced
+        that cannot run without data; None: it is taken to read its operands once.
     """
 
     tokens: Mapping[str, int]
@@ -68,6 +71,7 @@ class Mixer:
     aliases: Mapping[str, str] = field(default_factory=dict)
     ndims: Mapping[str, int] = field(default_factory=dict)
     others: frozenset[str] | None = None
+    shape: Callable[[Mapping[str, Any]], MixerShape] | None = None
 
     def problem(self, arguments: Mapping[str, Any], ndims: Mapping[str, int]) -> str:
         """Say why nothing is known of a call; "" if this holds for it.

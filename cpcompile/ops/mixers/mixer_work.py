@@ -29,10 +29,14 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 @dataclass(frozen=True)
 class Work:
-    """Floating point operations, and bytes that are read and written."""
+    """Floating point operations, and bytes that are read and written.
+
+    is_counted: whether the function ran without data; else its operands are read.
+    """
 
     flops: float
     bytes: float
+    is_counted: bool = True
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
@@ -67,7 +71,8 @@ def forward_work(text: str, operands: Shapes) -> Work:
                 ]
             )
     except Exception:  # whatever a kernel says to a tensor without data
-        return Work(0.0, float(sum(math.prod(s) * d.itemsize for s, d in operands)))
+        read = float(sum(math.prod(s) * d.itemsize for s, d in operands))
+        return Work(0.0, read, is_counted=False)
     return Work(
         flops.get_total_flops() * tokens / few, float(moved.bytes) * tokens / few
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cpcompile.cost import mixer_prices
 from cpcompile.cost.mixer_plan import MixerStrategy
+from cpcompile.cost.mixer_shapes import KernelWork
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.ops.mixers.mixer_work import forward_work, shapes_of
 from cpcompile.ops.mixers.state_passing import passes_states
@@ -139,8 +140,13 @@ class MixerSeconds:
         """
         profile, backward = self._ctx.profile, self._ctx.backward
         if is_mixer(node):
-            operands = [fake_value(x) for x in mixer_operands(node).values()]
-            work = forward_work(str(mixer_call(node)), shapes_of(operands))
+            call = mixer_call(node)
+            operands = {k: fake_value(x) for k, x in mixer_operands(node).items()}
+            work = forward_work(str(call), shapes_of([*operands.values()]))
+            if not work.is_counted and call.mixer.shape is not None:
+                runs = mixer_prices.WORK_OF_A_STEP if backward else 1
+                shape = call.mixer.shape(operands)
+                return runs * shape.forward_seconds(profile, KernelWork.CHUNKS)
             return mixer_prices.work_seconds(profile, work.flops, work.bytes, backward)
         sizes = map(bytes_of, (node, *node.all_input_nodes))
         passes = 3 if backward else 1

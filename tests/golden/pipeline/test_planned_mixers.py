@@ -72,16 +72,16 @@ def planned(mesh, kind, backward, sizes):
 CASES = [
     (2, DELTA, True, (1, 4096, 4, 4, 128, 128), "states"),
     (2, DELTA, False, (1, 4096, 4, 4, 128, 128), "states"),
-    (8, DELTA, True, (1, 8192, 16, 32, 128, 128), "states"),
+    (8, DELTA, True, (1, 8192, 16, 32, 128, 128), "exchange"),
     # Two nodes: states have many bytes there, and an exchange few at first.
     (16, DELTA, True, (1, 16 * 512, 32, 32, 128, 128), "exchange"),
-    (16, DELTA, True, (1, 16 * 2048, 32, 32, 128, 128), "states"),
+    (16, DELTA, True, (1, 16 * 8192, 32, 32, 128, 128), "states"),
     (16, DELTA, False, (1, 16 * 512, 32, 32, 128, 64), "exchange"),
     # Heads do not suffice, rows of a batch do; nothing does, and tokens are few.
     (16, DELTA, True, (16, 16 * 64, 8, 8, 128, 128), "exchange"),
     (32, DELTA, True, (1, 32 * 4, 24, 24, 128, 128), "gather"),
-    (8, SCAN, True, (1, 8 * 64, 1, 80, 128, 64), "gather"),
-    (8, SCAN, True, (1, 8 * 8192, 1, 80, 128, 64), "states"),
+    (8, SCAN, True, (1, 8 * 64, 1, 80, 128, 64), "exchange"),
+    (8, SCAN, True, (1, 8 * 8192, 1, 80, 128, 64), "exchange"),
     (16, SCAN, True, (1, 16 * 512, 16, 64, 128, 64), "exchange"),
 ]
 
