@@ -43,6 +43,7 @@ from .model.mutation.functionalise_writes import functionalise_writes
 from .model.mutation.number_rows import number_rows
 from .model.normalize.align_operands import align_operands
 from .model.normalize.fold_kv_repeat import fold_kv_repeat
+from .model.normalize.fold_scans import fold_scans
 from .model.normalize.fold_transforms import fold_transforms
 from .model.normalize.inline_attention_modules import inline_attention_modules
 from .model.normalize.pad_convolutions import pad_convolutions
@@ -70,6 +71,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
     insert_attention,  # before shard_graph: the operators say what is a sequence
     pad_convolutions,  # before shard_graph, which shards this form
     fold_transforms,  # after rewrite_masks, which reads those that make masks
+    fold_scans,  # before exchange_mixers, which shares them, and shard_graph
     exchange_mixers,  # before shard_graph: it says how mixers are split
     shard_graph,  # gives every node of the graph its placement
     lay_out_tokens,  # last: what it proves holds for the final graph

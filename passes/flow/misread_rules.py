@@ -40,6 +40,7 @@ _MAY_WAIT = tuple(Partial(kind) for kind in ("sum", "avg", "max", "min"))
 class MisreadRules(TorchDispatchMode):
     """A mode that sees whether DTensor would do a call wrong; `problem` says why."""
 
+    supports_higher_order_operators = True
     problem: str | None = None
 
     def __torch_dispatch__(

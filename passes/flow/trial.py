@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, expected, hashable, is_symbol
@@ -151,6 +152,7 @@ class WritesArguments(str):
 class RandomNumbers(TorchDispatchMode):
     """A mode that sees whether a call draws random numbers, on DTensors."""
 
+    supports_higher_order_operators = True  # which see no DTensors: see cp_scan
     drawn = False
 
     def __torch_dispatch__(
@@ -164,6 +166,8 @@ class RandomNumbers(TorchDispatchMode):
 
 def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     """Tell whether a call draws random numbers; attention does only for its dropout."""
+    if not isinstance(func, OpOverload):
+        return False
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for position, argument in enumerate(func._schema.arguments):

@@ -88,10 +88,12 @@ class DimClass:
         found = self._flow(node)
         if found is None:
             return False
-        result, others = found
+        results, others = found
         if any(self.dims.get(x) != at for x, at in others.items()):
             return False
-        if result is None or any(self.dims.get(x) != result for x in _values_of(node)):
+        if results is None:
+            return False
+        if any(self.dims.get(x) != results[i] for i, x in _values_of(node)):
             return False
         return self.entries % self.ranks == 0 or self._is_local_in_parts(node)
 
@@ -104,8 +106,11 @@ class DimClass:
         flow = self.flows.of(call, roles, self.entries, self.ranks)
         if flow is None or flow.ends_sums or flow.draws:
             return False
-        dims = {self.dims[x] for x in _values_of(node)}
-        return all({x.role} == dims for x in flow.tensors)
+        return all(
+            x is not None and x.role == self.dims[value]
+            for i, value in _values_of(node)
+            for x in [flow.results[i]]
+        )
 
     def is_sum(self, node: fx.Node) -> bool:
         """Tell whether a call gives a sum over the entries."""
@@ -166,19 +171,19 @@ class DimClass:
         found = self._flow(user)
         if found is None:
             return
-        result, operands = found
+        results, operands = found
         for operand, at in operands.items():
             self._add(operand, at)
-        if result is not None and user not in self._torn:
-            for value in _values_of(user):
-                self._add(value, result)
+        if results is not None and user not in self._torn:
+            for i, value in _values_of(user):
+                self._add(value, results[i])
 
     def _flow(
         self, node: fx.Node
-    ) -> tuple[TokenDim | None, dict[fx.Node, TokenDim]] | None:
-        """Return the dimension of the results, and those of operands.
+    ) -> tuple[dict[int, TokenDim] | None, dict[fx.Node, TokenDim]] | None:
+        """Return the dimensions of results, by their number, and those of operands.
 
-        None where entries meet or nothing is known; a sum has no dimension.
+        None where entries meet or nothing is known; a sum has no dimensions.
         """
         convolution = convolved(node)
         own = {x: self.dims[x] for x in node.all_input_nodes if x in self.dims}
@@ -186,7 +191,7 @@ class DimClass:
             x, weight = convolution
             rows = {x: TokenDim(0)}
             is_batch = fake_value(x).ndim == fake_value(weight).ndim
-            return (TokenDim(0), rows) if is_batch and own == rows else None
+            return ({0: TokenDim(0)}, rows) if is_batch and own == rows else None
         table = dim_map(node)
         if table is not None and not table.draws:
             axes = {x: self._axis(x) for x in own}
@@ -197,7 +202,7 @@ class DimClass:
                 if at is SUM:
                     return None, dims
                 assert isinstance(at, TokenAxis)
-                return TokenDim(at.dim, at.outer), dims
+                return {0: TokenDim(at.dim, at.outer)}, dims
             if table.is_view:
                 return None
         call, leaves = shaped_call(node)
@@ -206,12 +211,13 @@ class DimClass:
         if flow is None or flow.ends_sums or flow.draws or not flow.tensors:
             return None
         cut = {leaves[i]: dim for i, dim in flow.cut.items()}
-        roles_of_results = {x.role for x in flow.tensors}
-        if len(roles_of_results) != 1:
-            return None
-        (role,) = roles_of_results
-        if isinstance(role, TokenDim):
-            return role, own | cut
+        found_dims = {
+            i: x.role
+            for i, x in enumerate(flow.results)
+            if x is not None and isinstance(x.role, TokenDim)
+        }
+        if len(found_dims) == len(flow.tensors):
+            return found_dims, own | cut
         if all(x.is_sum for x in flow.tensors):
             return None, own | cut
         return None
@@ -256,12 +262,12 @@ def _takes_all(base: Any, index: Any, dim: int) -> bool:
     return bool(taken.shape[dims[dim]] == shape[dim])
 
 
-def _values_of(node: fx.Node) -> list[fx.Node]:
+def _values_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     """Return the tensors that a call makes: itself, or the items of its results."""
     if isinstance(fake_value(node), Tensor):
-        return [node]
+        return [(0, node)]
     return [
-        user
+        (user.args[1], user)  # type: ignore[misc]
         for user in node.users
         if user.target is operator.getitem and isinstance(fake_value(user), Tensor)
     ]

@@ -1,0 +1,211 @@
+"""Scans, torch's higher-order operators, on DTensors.
+
+    carry, ys = scan(step, [carry], [x])          x: [S, B, C], steps along S
+      on a rank, if x is split along C
+    carry, ys = scan(step, [its carry], [its x])
+
+Note [Steps that keep entries apart]
+A rank may scan the entries that it has if each step keeps entries apart. That is asked
+of DTensor as `flow` asks: one step runs on tensors without data, and nothing may move.
+Carries and what all steps read may be whole, as zeros are; they are cut where a step
+would cut them. A sequence that is split along its steps cannot be scanned by parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from cpcompile.geometry.lengths import expected
+from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.torch_private.dispatch_modes import disable_current_modes
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
+
+from ..flow.flow import EntriesMeet, nothing_moves
+from ..flow.trial import RandomNumbers
+from ..graph.held import HeldGraph
+
+SCAN, ASSOCIATIVE_SCAN = "scan", "associative_scan"
+_Placements = tuple[Placement, ...]
+
+
+def cp_scan(
+    step: HeldGraph, kind: str, carried: int, scanned: int, *operands: Any
+) -> list[Tensor]:
+    """Scan along dimension 0; of DTensors a rank scans the entries that it has.
+
+    Args:
+        step: of SCAN (*carries, *slices, *others) -> [*carries, *slices], of
+            ASSOCIATIVE_SCAN (*slices, *slices, *others) -> [*slices].
+        kind: one of both.
+        carried, scanned: how many operands are carried, and how many are scanned; the
+            others, which every step reads, come last.
+
+    Raises: EntriesMeet where a step would need more than a rank's entries.
+    """
+    scan = _Scan(step, kind, carried, scanned)
+    if not any(isinstance(x, DTensor) for x in operands):
+        return scan.run(operands)
+    if any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in operands):
+        raise EntriesMeet
+    mesh = next(x.device_mesh for x in operands if isinstance(x, DTensor))
+    placements, results = scan.placed(operands, mesh)
+    is_split = [
+        any(x.placements[axis].is_shard() for x in results) for axis in range(mesh.ndim)
+    ]
+    own = [
+        _own(x, p, is_split) if isinstance(x, DTensor) else x
+        for x, p in zip(operands, placements, strict=True)
+    ]
+    steps = operands[carried].shape[0]
+    wrapped: list[Tensor] = []
+    for i, (x, like) in enumerate(zip(scan.run(own), results, strict=True)):
+        is_carry, shape = i < carried, tuple(like.shape)
+        shape = shape if is_carry else (steps, *shape)
+        wrapped.append(
+            DTensor.from_local(
+                x.contiguous(),
+                mesh,
+                like.placements if is_carry else _moved(like.placements, 1),
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=contiguous_strides(torch.Size(shape)),
+            )
+        )
+    return wrapped
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """The scan without its operands; see `cp_scan`."""
+
+    step: HeldGraph
+    kind: str
+    carried: int
+    scanned: int
+
+    def run(self, operands: Sequence[Any]) -> list[Tensor]:
+        """Call torch's operator."""
+        ends = self.carried + self.scanned
+        carries, others = list(operands[: self.carried]), tuple(operands[ends:])
+        slices = list(operands[self.carried : ends])
+        if self.kind == ASSOCIATIVE_SCAN:
+            scan = torch.ops.higher_order.associative_scan
+            return list(scan(self.step.graph, slices, others))
+        scan = torch.ops.higher_order.scan
+        return list(scan(self.step.graph, carries, slices, others))
+
+    def placed(
+        self, operands: Sequence[Any], mesh: DeviceMesh
+    ) -> tuple[list[_Placements | None], list[DTensor]]:
+        """Return placements with which nothing moves, and what one step returns."""
+        placements = [
+            tuple(x.placements) if isinstance(x, DTensor) else None for x in operands
+        ]
+        for _ in operands:  # one more of them is cut each time
+            cut, results = self._one_step(operands, placements, mesh)
+            if not cut:
+                break
+            for i, dim in cut.items():
+                placements[i] = tuple(
+                    Shard(dim) if p.is_replicate() else p for p in placements[i] or ()
+                )
+        kept = placements[: self.carried]
+        if self.kind == ASSOCIATIVE_SCAN:  # what it scans is what it returns
+            kept = [_moved(p or (), -1) for p in placements[: self.scanned]]
+        if cut or kept != [x.placements for x in results[: len(kept)]]:
+            raise EntriesMeet
+        for axis in range(mesh.ndim):  # else ranks would count a gradient each
+            if len({x.placements[axis].is_shard() for x in results}) > 1:
+                raise EntriesMeet
+        return placements, results
+
+    def _one_step(
+        self,
+        operands: Sequence[Any],
+        placements: Sequence[_Placements | None],
+        mesh: DeviceMesh,
+    ) -> tuple[dict[int, int], list[DTensor]]:
+        """Run a step without data; return the operands to cut, by dimension, too."""
+        ends = self.carried + self.scanned
+        random = RandomNumbers()  # type: ignore[no-untyped-call]
+        with disable_current_modes(), FakeTensorMode(), torch.no_grad(), random:
+            given = [
+                x
+                if p is None
+                else _without_data(x, p, mesh, of_step=self.carried <= i < ends)
+                for i, (x, p) in enumerate(zip(operands, placements, strict=True))
+            ]
+            twice = given[: self.scanned] if self.kind == ASSOCIATIVE_SCAN else []
+            with nothing_moves() as moves:
+                results = self.step.run(*twice, *given)
+        if moves.ends_sums or random.drawn:
+            raise EntriesMeet
+        numbers = {
+            id(x._local_tensor): i
+            for i, x in enumerate(given)
+            if isinstance(x, DTensor)
+        }
+        cut = {}
+        for local, at in moves.cut:
+            number = numbers.get(id(local))
+            if number is None or at.outer > 1:
+                raise EntriesMeet
+            cut[number] = at.dim + (self.carried <= number < ends)
+        for i, result in enumerate(results[: self.carried]):
+            before, (after, *_) = placements[i], result.placements
+            if before != result.placements and before == (Replicate(),):
+                if not isinstance(after, Shard):
+                    raise EntriesMeet
+                cut[i] = after.dim
+        return cut, list(results)
+
+
+def _own(x: DTensor, placements: _Placements | None, is_split: list[bool]) -> Tensor:
+    """Return a rank's part of an operand; of what is whole its gradient is a sum."""
+    assert placements is not None
+    gradient = [
+        Partial() if split and p.is_replicate() else p
+        for p, split in zip(placements, is_split, strict=True)
+    ]
+    return local_part(x.redistribute(placements=placements), gradient)
+
+
+def _without_data(
+    x: DTensor, placements: _Placements, mesh: DeviceMesh, of_step: bool
+) -> DTensor:
+    """Return an operand of one step, on fake tensors."""
+    shape = [expected(n) for n in x.shape]
+    if of_step:
+        shape, placements = shape[1:], _moved(placements, -1)
+    local = list(shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            local[placement.dim] = -(-local[placement.dim] // mesh.size(axis))
+    return DTensor.from_local(
+        torch.empty(local, dtype=x.dtype, device=x.device),
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=contiguous_strides(torch.Size(shape)),
+    )
+
+
+def _moved(placements: _Placements, by: int) -> _Placements:
+    """Return placements of values with a dimension more or less in front."""
+    moved: list[Placement] = []
+    for placement in placements:
+        if isinstance(placement, Replicate):
+            moved.append(placement)
+        elif type(placement) is Shard and placement.dim + by >= 0:
+            moved.append(Shard(placement.dim + by))
+        else:
+            raise EntriesMeet  # split along the steps, or a sum
+    return tuple(moved)
