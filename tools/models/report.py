@@ -51,7 +51,8 @@ its plain one, plus four roundings of a tensor's largest value. Written by
   training step that run sharded, of all that there are. One whose weights are returned
   runs by rows of queries, and a warning names it, as it does one that stays. mixers:
   what mixes tokens by other means, known functions or parts of the graph, in a step
-  that forces each way to share it: so many of all that there are. "-": there is none.
+  that forces each way to share it: so many of all that there are. A short convolution
+  needs a few tokens of the rank before, and is not counted. "-": there is none.
 - train: one step on 2 ranks, strategy auto. eval: a forward under `torch.no_grad()`.
 - calls: two steps whose gradients add up, the second with other values, masks and
   length, then a forward in eval mode, all with one compiled model.
