@@ -74,7 +74,8 @@ def check(pools, case, setting):
     assert got.verdict is want.verdict, f"{got.text or got.verdict}; {FIX}"
     assert got.text == want.text, FIX
     assert (got.sharded, got.attention) == (want.sharded, want.attention), FIX
-    assert got.mixers == want.mixers, FIX
+    if CASES[case].mixers:  # of others it is not recorded
+        assert got.mixers == want.mixers, FIX
 
 
 def test_page_is_made_from_the_record():
