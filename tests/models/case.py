@@ -31,6 +31,8 @@ class Case:
     in_double: prepares the model of the reference for float64.
     always_labels: labels in eval mode too, of which a decoder gets its input.
     around: is entered while the model runs, here and on ranks.
+    attention: whether there is softmax attention. mixers: whether tokens are mixed by
+        other means, too.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Case:
     in_double: Callable[[Any], None] | None = None
     always_labels: bool = False
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    attention: bool = True
+    mixers: bool = False
 
 
 def random_ids(length: int, batch: int = BATCH) -> Tensor:

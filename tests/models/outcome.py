@@ -53,6 +53,7 @@ class RankRun:
 
     error: (class name, text) of what was raised, and whether it is a refusal.
     calls: (path, strategy and layout, or None and why not) of all attention calls.
+    mixers: the strategy of every mixer, a call or several that are one region.
     mistakes: of ours, for which there was a fallback.
     """
 
@@ -60,6 +61,7 @@ class RankRun:
     error: tuple[str, str, bool] | None = None
     trace: str = ""
     calls: tuple[tuple[str, str | None, str | None], ...] = ()
+    mixers: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     graphs: int = 0
     distributed: int = 0
@@ -79,6 +81,7 @@ class Outcome:
     sharded: int = 0
     attention: int = 0
     strategies: tuple[str, ...] = ()
+    mixers: tuple[str, ...] = ()
     not_sharded: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     graphs: int = 0
@@ -173,6 +176,7 @@ def _facts(name: str, setting: Setting, run: RankRun) -> functools.partial[Outco
         sharded=len(sharded),
         attention=len(run.calls),
         strategies=tuple(dict.fromkeys(sharded)),
+        mixers=run.mixers,
         not_sharded=tuple(dict.fromkeys(why for _, _, why in run.calls if why)),
         warnings=run.warnings,
         graphs=run.graphs,

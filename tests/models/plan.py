@@ -26,9 +26,26 @@ FOUR_RANKS = (
     Setting(world=4, strategy="ulysses", layout="contiguous"),
 )
 
-# Inductor, the default of users, compiles a training step of every case, and of some a
-# forward too.
+# Hybrids force both kinds on 2 ranks.
+MIXERS = (
+    Setting(mixers="exchange"),
+    Setting(mixers="states"),
+    Setting(world=4, mixers="exchange"),
+    Setting(world=4, mixers="states"),
+)
+HYBRIDS = (
+    Setting(strategy="ring", mixers="exchange"),
+    Setting(strategy="ulysses", mixers="states"),
+    *MIXERS[2:],
+)
+
+# Inductor, the default of users, compiles a training step of every case but for some
+# mixers, and of some a forward too.
 COMPILED = Setting(inner="inductor")
+COMPILED_MIXERS = (
+    *("mamba2/default", "jamba/default", "qwen3_5/default", "kimi_linear/default"),
+    *("lfm2/default", "recurrent_gemma/default"),
+)
 COMPILED_EVAL = ("llama/default", "bert/default", "vit/classes")
 
 # Shapes that have misled compilers: fewer tokens than ranks, as many sequences as
@@ -52,6 +69,9 @@ def settings(case: Case, quick: bool = False) -> list[Setting]:
     found = [TRAIN, EVAL]
     if quick:
         return found
+    if case.mixers:
+        found += [*(HYBRIDS if case.attention else MIXERS), CALLS, UNNAMED]
+        return found + [COMPILED] * (case.name in COMPILED_MIXERS)
     found += [CALLS, UNNAMED, *STRATEGIES, *FOUR_RANKS]
     found += [Setting(length=length) for length in case.lengths[1:]]
     if case.name in ODD:

@@ -31,6 +31,7 @@ REFUSALS = (
     errors.InputError,
     errors.OptionError,
 )
+_SHIFTED_LABELS = ("<top level>", "pad")  # in the loss of transformers: no mixer
 _FOLDER = re.compile(r"/[^\s:]*/(?=[^/\s:]+\.py\b)")  # of a file that a text names
 
 
@@ -93,6 +94,12 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
         + tuple((path, None, why) for report in once for path, why in report.left)
         + tuple(
             (path, "rows", why) for report in once for path, why in report.row_parallel
+        ),
+        mixers=tuple(
+            x.strategy.value
+            for report in once
+            for x in report.mixers
+            if (x.path, x.name) != _SHIFTED_LABELS
         ),
         warnings=tuple(warnings),
         graphs=len(once),

@@ -28,6 +28,7 @@ class Setting:
 
     length: None is the case's first one.
     annotated: whether options["shard"] names the inputs that have a sequence.
+    strategy: of attention. mixers: of what mixes tokens by other means.
     """
 
     world: int = 2
@@ -39,11 +40,13 @@ class Setting:
     inner: str = "aot_eager"
     annotated: bool = True
     strict: bool = True
+    mixers: str = "auto"
 
     def options(self) -> dict[str, Any]:
         """Options of the backend, but for mesh and shard."""
+        both = {"attention": self.strategy, "mixers": self.mixers}
         return {
-            "strategy": self.strategy,
+            "strategy": self.strategy if self.mixers == "auto" else both,
             "layout": self.layout,
             "inner": self.inner,
             "strict": self.strict,
@@ -67,6 +70,7 @@ class Setting:
         words += [] if self.length is None else [f"{self.length} tokens"]
         words += [] if self.batch is None else [f"batch {self.batch}"]
         words += [x for x in (self.strategy, self.layout) if x != "auto"]
+        words += [] if self.mixers == "auto" else [f"mixers by {self.mixers}"]
         words += [] if self.inner == "aot_eager" else [self.inner]
         words += [] if self.annotated else ["nothing named"]
         words += [] if self.strict else ["not strict"]

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from tests.models.outcome import Outcome, Verdict
-from tests.models.plan import COMPILED, fast_half
+from tests.models.plan import COMPILED, fast_half, settings
 from tests.models.run_case import run_case
 from tests.models.setting import Setting
 from tests.models.zoo import CASES
@@ -34,8 +34,33 @@ def test_what_is_recorded_is_what_happens(pools, case, setting):
     check(pools, case, setting)
 
 
+OF_MIXERS = [
+    (case.name, setting)
+    for case in CASES.values()
+    if case.mixers
+    for setting in settings(case)
+    if setting.mixers != "auto"
+]
+
+
+@pytest.mark.slow(
+    but=[
+        "mamba2/default, 2 ranks, train, mixers by states",
+        "granitemoehybrid/default, 2 ranks, train, ring, mixers by exchange",
+    ]
+)
+@pytest.mark.parametrize(
+    ("case", "setting"),
+    [pytest.param(*run, id=f"{run[0]}, {run[1]}") for run in OF_MIXERS],
+)
+def test_mixers_by_a_strategy(pools, case, setting):
+    check(pools, case, setting)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [name for name, case in CASES.items() if COMPILED in settings(case)]
+)
 def test_a_step_that_inductor_compiles(pools, case):
     check(pools, case, COMPILED)
 
@@ -49,6 +74,8 @@ def check(pools, case, setting):
     assert got.verdict is want.verdict, f"{got.text or got.verdict}; {FIX}"
     assert got.text == want.text, FIX
     assert (got.sharded, got.attention) == (want.sharded, want.attention), FIX
+    if CASES[case].mixers:  # of others it is not recorded
+        assert got.mixers == want.mixers, FIX
 
 
 def test_page_is_made_from_the_record():

@@ -12,6 +12,7 @@ from tests.models.run_case import short
 from tests.models.setting import Mode, Setting
 from tests.models.zoo import CASES
 from tests.support.bounds import TIMES
+from tools.models.report import mixer_counts
 
 EXACT = {
     "loss": torch.tensor(2.0, dtype=torch.float64),
@@ -103,7 +104,11 @@ def known(monkeypatch):
 
 REFUSED = RankRun(error=("RewriteError", "attention at ...", True))
 BROKEN = RankRun(error=("TypeError", "no", False))
-FINE = RankRun(values=PLAIN, calls=(("a", "ring zigzag", None), ("b", None, "mask")))
+FINE = RankRun(
+    values=PLAIN,
+    calls=(("a", "ring zigzag", None), ("b", None, "mask")),
+    mixers=("states", "gather"),
+)
 
 
 @pytest.mark.parametrize(
@@ -137,11 +142,36 @@ def test_what_the_table_shows_of_a_run(known):
     assert (judged.sharded, judged.attention) == (1, 2)
     assert judged.strategies == ("ring zigzag",)
     assert judged.not_sharded == ("mask",)
+    assert judged.mixers == ("states", "gather")
+
+
+def test_mixers_are_counted_by_strategy():
+    mixers = ("exchange", "states", "exchange")
+    assert mixer_counts(mixers) == "2/3 exchange, 1/3 states"
+    assert mixer_counts(mixers, "states") == "1/3 states"
+    assert mixer_counts(mixers, "gather") == "0/3 gather"
+    assert mixer_counts(()) == mixer_counts((), "states") == ""
+
+
+def test_each_strategy_is_forced_on_mixers():
+    """Ring and Ulysses only where there is attention."""
+    for case in CASES.values():
+        forced = {(x.world, x.mixers) for x in settings(case) if x.mixers != "auto"}
+        both = {(n, how) for n in (2, 4) for how in ("exchange", "states")}
+        assert forced == (both if case.mixers else set())
+        assert case.attention or all(x.strategy == "auto" for x in settings(case))
+
+
+def test_options_of_both_kinds():
+    both = Setting(strategy="ring", mixers="states").options()["strategy"]
+    assert both == {"attention": "ring", "mixers": "states"}
+    assert Setting(strategy="ring").options()["strategy"] == "ring"
 
 
 def test_records_can_be_read_again():
     setting = Setting(world=4, mode=Mode.CALLS, strategy="ring", annotated=False)
-    run = Outcome("a/b", setting, Verdict.EXACT, 1e-6, warnings=("x",), graphs=2)
+    kept = {"warnings": ("x",), "graphs": 2, "mixers": ("states", "states")}
+    run = Outcome("a/b", setting, Verdict.EXACT, 1e-6, **kept)
     assert Outcome.from_json(run.as_json()) == run
 
 

@@ -7,6 +7,7 @@ from tests.models.families import (
     encoders,
     images,
     own_attention,
+    sequence_mixers,
     torch_modules,
 )
 
@@ -17,6 +18,8 @@ FAMILIES = {
     "diffusion": diffusion.CASES,
     "torch.nn": torch_modules.CASES,
     "attention by hand, and flex_attention": own_attention.CASES,
+    "sequence mixers: state-space models, gated delta rules, linear attention, "
+    "convolutions": sequence_mixers.CASES,
 }
 CASES: dict[str, Case] = {
     case.name: case for family in FAMILIES.values() for case in family

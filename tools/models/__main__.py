@@ -24,7 +24,7 @@ from tests.models.plan import settings
 from tests.models.run_case import run_case
 from tests.models.setting import Setting
 from tests.models.zoo import CASES
-from tools.models.report import PAGE, RECORD, markdown
+from tools.models.report import PAGE, RECORD, markdown, mixer_counts
 from tools.results import note_load, replace, setup
 
 LIBRARIES = ("torch", "transformers", "timm", "diffusers", "torchvision")
@@ -98,6 +98,7 @@ def show(number: int, total: int, outcome: Outcome) -> None:
         f"{number:4}/{total} {outcome.case:24} {outcome.setting!s:34} "
         f"{outcome.verdict.value:8} {outcome.error:8.1e}  "
         f"{outcome.sharded}/{outcome.attention} attention  "
+        f"mixers: {mixer_counts(outcome.mixers) or '-'}  "
         f"{len(outcome.warnings)} warnings  {outcome.seconds:5.1f} s",
         flush=True,
     )

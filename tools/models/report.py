@@ -22,7 +22,9 @@ COLUMNS: dict[str, Callable[[Outcome], bool]] = {
     "4 ranks": lambda o: o.setting.world >= 4 and o.setting.length is None,
     "inductor": lambda o: o.setting.inner == "inductor",
     "other shapes": lambda o: o.setting.length is not None,
-    "strategies": lambda o: (o.setting.strategy, o.setting.layout) != ("auto", "auto"),
+    "strategies": lambda o: (
+        (o.setting.strategy, o.setting.layout, o.setting.mixers) != ("auto",) * 3
+    ),
     "train": lambda o: o.setting.mode is Mode.TRAIN,
     "eval": lambda o: o.setting.mode is Mode.EVAL,
     "calls": lambda o: o.setting.mode is Mode.CALLS,
@@ -47,18 +49,24 @@ its plain one, plus four roundings of a tensor's largest value. Written by
   mask with padding on both sides, `packed` has two documents in a row.
 - attention: attention calls (`scaled_dot_product_attention`, or written by hand) in one
   training step that run sharded, of all that there are. One whose weights are returned
-  runs by rows of queries, and a warning names it, as it does one that stays.
+  runs by rows of queries, and a warning names it, as it does one that stays. mixers:
+  what mixes tokens by other means, known functions or parts of the graph, in a step
+  that forces each way to share it: so many of all that there are. A short convolution
+  needs a few tokens of the rank before, and is not counted. "-": there is none.
 - train: one step on 2 ranks, strategy auto. eval: a forward under `torch.no_grad()`.
 - calls: two steps whose gradients add up, the second with other values, masks and
   length, then a forward in eval mode, all with one compiled model.
 - strategies: a step with the contiguous layout, with ring, with both, with all_gather
   and with ulysses. 4 ranks: a step and a forward, and a step with ring, with ring in
-  the contiguous layout, with all_gather and with ulysses; some on 8 ranks too.
+  the contiguous layout, with all_gather and with ulysses; some on 8 ranks too. Of
+  models with sequence mixers: a step with the mixers by exchange (and attention by
+  ring), and one by states (and ulysses), on 2 ranks and on 4; by auto, short sequences
+  are often gathered.
 - other shapes: another length, and for some models fewer tokens than ranks, as many
   sequences as tokens, or four sequences.
 - nothing named: a step with only `options={{"mesh": mesh}}`.
 - inductor: a training step with the default inner compiler, for some models also a
-  forward; all other columns use aot_eager.
+  forward, and of models with sequence mixers for some; all other columns use aot_eager.
 - error: the largest error of all exact runs. gathered: calls in a training step that
   DTensor cannot shard, and that run on gathered tensors with a warning each.
 - Numbers in brackets refer to the notes below. An empty cell was not run.
@@ -86,7 +94,7 @@ def markdown(record: dict[str, Any]) -> str:
         }
         rows = [_row(name, runs, notes) for name, runs in by_case.items() if runs]
         if rows:
-            header = ("model", "attention", *ORDER, "error", "gathered")
+            header = ("model", "attention", "mixers", *ORDER, "error", "gathered")
             lines += ["", f"## {family[0].upper()}{family[1:]}", ""]
             lines += markdown_table(header, rows)
     if notes:
@@ -119,12 +127,26 @@ def _row(name: str, runs: list[Outcome], notes: list[str]) -> list[str]:
     step = next(iter(groups["train"]), None)
     attention = gathered = ""
     if step is not None and step.verdict is not Verdict.CRASH:
-        attention = f"{step.sharded}/{step.attention}"
+        attention = f"{step.sharded}/{step.attention}" if step.attention else "-"
         gathered = ", ".join(gathered_calls(step))
     if step is not None and step.verdict is Verdict.REFUSED:
         attention = ""
     error = f"{max(exact):.0e}" if exact else ""
-    return [name, attention, *cells, error, gathered]
+    return [name, attention, _mixers(runs), *cells, error, gathered]
+
+
+def _mixers(runs: list[Outcome]) -> str:
+    """Count the mixers that ranks share, in steps on 2 ranks that force a strategy."""
+    forced = [o for o in runs if o.setting.mixers != "auto" and o.setting.world == 2]
+    counts = [mixer_counts(o.mixers, o.setting.mixers) for o in forced]
+    return ", ".join(filter(None, counts)) or "-"
+
+
+def mixer_counts(mixers: tuple[str, ...], wanted: str = "auto") -> str:
+    """Write how mixers are shared, such as "2/3 exchange"; only one way, if wanted."""
+    names = dict.fromkeys(mixers) if wanted == "auto" else [wanted]
+    counts = [f"{mixers.count(name)}/{len(mixers)} {name}" for name in names]
+    return ", ".join(counts) if mixers else ""
 
 
 def gathered_calls(run: Outcome) -> list[str]:
