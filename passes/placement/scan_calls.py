@@ -33,6 +33,7 @@ from ..graph.held import HeldGraph
 
 SCAN, ASSOCIATIVE_SCAN = "scan", "associative_scan"
 _Placements = tuple[Placement, ...]
+_APART = "a step needs more than the entries of a rank"
 
 
 def cp_scan(
@@ -53,7 +54,7 @@ def cp_scan(
     if not any(isinstance(x, DTensor) for x in operands):
         return scan.run(operands)
     if any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in operands):
-        raise EntriesMeet
+        raise EntriesMeet("an operand is no DTensor")
     mesh = next(x.device_mesh for x in operands if isinstance(x, DTensor))
     placements, results = scan.placed(operands, mesh)
     is_split = [
@@ -63,6 +64,8 @@ def cp_scan(
         _own(x, p, is_split) if isinstance(x, DTensor) else x
         for x, p in zip(operands, placements, strict=True)
     ]
+    for i in range(carried):
+        own[i] = _compact(own[i])
     steps = operands[carried].shape[0]
     wrapped: list[Tensor] = []
     for i, (x, like) in enumerate(zip(scan.run(own), results, strict=True)):
@@ -70,7 +73,7 @@ def cp_scan(
         shape = shape if is_carry else (steps, *shape)
         wrapped.append(
             DTensor.from_local(
-                x.contiguous(),
+                _CompactGradient.apply(x) if is_carry else x.contiguous(),  # type: ignore[no-untyped-call]
                 mesh,
                 like.placements if is_carry else _moved(like.placements, 1),
                 run_check=False,
@@ -79,6 +82,23 @@ def cp_scan(
             )
         )
     return wrapped
+
+
+def _compact(x: Tensor) -> Tensor:
+    """Copy x; torch compares strides of what enters a step and leaves it, even of 1."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class _CompactGradient(torch.autograd.Function):
+    """Hand on what was carried; its gradient enters the first step backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _compact(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _compact(grads[0])
 
 
 @dataclass(frozen=True)
@@ -108,8 +128,8 @@ class _Scan:
         placements = [
             tuple(x.placements) if isinstance(x, DTensor) else None for x in operands
         ]
-        for _ in operands:  # one more of them is cut each time
-            cut, results = self._one_step(operands, placements, mesh)
+        for _ in range(len(operands) + 1):  # one more of them is cut each time
+            cut, cuts_inside, results = self._one_step(operands, placements, mesh)
             if not cut:
                 break
             for i, dim in cut.items():
@@ -119,11 +139,11 @@ class _Scan:
         kept = placements[: self.carried]
         if self.kind == ASSOCIATIVE_SCAN:  # what it scans is what it returns
             kept = [_moved(p or (), -1) for p in placements[: self.scanned]]
-        if cut or kept != [x.placements for x in results[: len(kept)]]:
-            raise EntriesMeet
+        if cut or cuts_inside or kept != [x.placements for x in results[: len(kept)]]:
+            raise EntriesMeet(_APART)
         for axis in range(mesh.ndim):  # else ranks would count a gradient each
             if len({x.placements[axis].is_shard() for x in results}) > 1:
-                raise EntriesMeet
+                raise EntriesMeet("some results are split, and others are not")
         return placements, results
 
     def _one_step(
@@ -131,8 +151,11 @@ class _Scan:
         operands: Sequence[Any],
         placements: Sequence[_Placements | None],
         mesh: DeviceMesh,
-    ) -> tuple[dict[int, int], list[DTensor]]:
-        """Run a step without data; return the operands to cut, by dimension, too."""
+    ) -> tuple[dict[int, int], bool, list[DTensor]]:
+        """Run a step without data; return the operands to cut, each with a dimension.
+
+        And whether a value inside would be cut, and the results.
+        """
         ends = self.carried + self.scanned
         random = RandomNumbers()  # type: ignore[no-untyped-call]
         with disable_current_modes(), FakeTensorMode(), torch.no_grad(), random:
@@ -146,25 +169,26 @@ class _Scan:
             with nothing_moves() as moves:
                 results = self.step.run(*twice, *given)
         if moves.ends_sums or random.drawn:
-            raise EntriesMeet
+            raise EntriesMeet(_APART)
         numbers = {
             id(x._local_tensor): i
             for i, x in enumerate(given)
             if isinstance(x, DTensor)
         }
-        cut = {}
+        cut, cuts_inside = {}, False
         for local, at in moves.cut:
             number = numbers.get(id(local))
             if number is None or at.outer > 1:
-                raise EntriesMeet
-            cut[number] = at.dim + (self.carried <= number < ends)
+                cuts_inside = True
+            else:
+                cut[number] = at.dim + (self.carried <= number < ends)
         for i, result in enumerate(results[: self.carried]):
             before, (after, *_) = placements[i], result.placements
             if before != result.placements and before == (Replicate(),):
                 if not isinstance(after, Shard):
-                    raise EntriesMeet
+                    raise EntriesMeet(_APART)
                 cut[i] = after.dim
-        return cut, list(results)
+        return cut, cuts_inside, list(results)
 
 
 def _own(x: DTensor, placements: _Placements | None, is_split: list[bool]) -> Tensor:
@@ -182,8 +206,8 @@ def _without_data(
 ) -> DTensor:
     """Return an operand of one step, on fake tensors."""
     shape = [expected(n) for n in x.shape]
-    if of_step:
-        shape, placements = shape[1:], _moved(placements, -1)
+    placements = _moved(placements, -1 if of_step else 0)
+    shape = shape[1:] if of_step else shape
     local = list(shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -207,5 +231,5 @@ def _moved(placements: _Placements, by: int) -> _Placements:
         elif type(placement) is Shard and placement.dim + by >= 0:
             moved.append(Shard(placement.dim + by))
         else:
-            raise EntriesMeet  # split along the steps, or a sum
+            raise EntriesMeet(f"{placement} is along the steps, or no plain part")
     return tuple(moved)

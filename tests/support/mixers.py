@@ -80,6 +80,23 @@ class WrittenChunks(Mixer):
         return result.flatten(2, 3).transpose(1, 2).flatten(2)
 
 
+class WrittenTokens(Mixer):
+    """Tokens are written into one tensor, as by RecurrentGemma, and it is the result.
+
+    What is read before the last write must not have it.
+    """
+
+    def mix(self, q, k, v):
+        gate = q.sigmoid()
+        state, result = torch.zeros_like(k[:, 0]), torch.zeros_like(k)
+        for t in range(k.shape[1]):
+            state = gate[:, t] * state + k[:, t]
+            result[:, t] = state
+            if t == k.shape[1] // 2:
+                half = result * 2
+        return result * half + v
+
+
 class LongConvolution(Mixer):
     """Poli et al., Hyena Hierarchy (arXiv 2302.10866): a convolution by FFT."""
 
@@ -128,7 +145,7 @@ class NormOverHeads(LinearAttention):
 MIXERS = {
     cls.__name__: cls
     for cls in (
-        LinearAttention, Retention, WrittenChunks, LongConvolution, MinGRU, GatedScan,
-        NormOverHeads,
+        LinearAttention, Retention, WrittenChunks, WrittenTokens, LongConvolution,
+        MinGRU, GatedScan, NormOverHeads,
     )
 }  # fmt: skip

@@ -12,6 +12,7 @@ itself, ranks share these out: heads, channels, rows of a batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch.fx as fx
@@ -21,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from cpcompile.cost.mixer_plan import MixerPlan, MixerStrategy
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.logs import warn_once
+from cpcompile.torch_private import pytree
 
 from ...graph.calls import spelled
 from ...graph.context import Context
@@ -31,10 +33,12 @@ from ...graph.nodes import (
     fake_value,
     insert_call,
     module_path,
+    storage,
     sub_graph,
     where,
 )
 from ...graph.sequence_tokens import TokenDim, exchanged
+from ...placement.scan_calls import cp_scan
 from .dim_class import CREATIONS, DimClass
 from .mixed_sequence import MixedSequence, dim_size, find_sequences
 from .mixer_regions import Region, RegionFinder
@@ -98,19 +102,32 @@ class _Exchange:
                 inside = [x for x in mixers if x in region.moved]
                 count += len(inside)
                 self._note(inside, region, prices)
+        gathered: dict[str, list[fx.Node]] = {}
         for node in mixers:
-            if node in prices and node not in written:
+            if node in written:
+                continue
+            if node in prices:
                 strategy = self.seconds.on_tokens(node)[1]
                 if strategy is MixerStrategy.STATES:
                     node.target = mixed_in_parts
                     count += 1
-                else:  # as it was priced; DTensor would choose anew
-                    for operand in set(node.all_input_nodes):
-                        dim = self.sequence.tokens.dims.get(operand)
-                        if dim is not None and operand in self.sequence.computed:
-                            self._insert(operand, [node], dim.dim, None)
+                else:
+                    self._gather_for(node)
                 self._note_call(node, strategy, prices[node])
+            elif any(True for _ in self.sequence.classes_of(node)):
+                if node.target is cp_scan:
+                    self._gather_for(node)
+                gathered.setdefault(module_path(node), []).append(node)
+        for calls in gathered.values():
+            self._note_calls(calls, MixerStrategy.GATHER)
         return count
+
+    def _gather_for(self, node: fx.Node) -> None:
+        """Gather what a call reads, as it was priced; DTensor would choose anew."""
+        for operand in set(node.all_input_nodes):
+            dim = self.sequence.tokens.dims.get(operand)
+            if dim is not None and operand in self.sequence.computed:
+                self._insert(operand, [node], dim.dim, None)
 
     def _note(
         self, mixers: list[fx.Node], region: Region, prices: dict[fx.Node, Prices]
@@ -120,21 +137,33 @@ class _Exchange:
         for node in kept:
             dim = self._name_of(node, region.entries)
             self._note_call(node, MixerStrategy.EXCHANGE, prices[node], dim)
-        if mixers and not kept:
-            plan = MixerPlan(
-                module_path(mixers[0]),
-                spelled(mixers[0]),
-                MixerStrategy.EXCHANGE,
-                (),
-                calls=len(mixers),
+        if not kept:
+            self._note_calls(mixers, MixerStrategy.EXCHANGE)
+
+    def _note_calls(self, mixers: list[fx.Node], strategy: MixerStrategy) -> None:
+        """Note calls of torch's; labels that are shifted are not worth a word."""
+        mixers = [x for x in mixers if _is_of_floats(x)]
+        if mixers:
+            first, name = mixers[0], spelled(mixers[0])
+            self._warn_of_another(first, name, strategy)
+            self.ctx.findings.mixers.append(
+                MixerPlan(module_path(first), name, strategy, (), calls=len(mixers))
             )
-            self.ctx.findings.mixers.append(plan)
 
     def _note_call(
         self, node: fx.Node, strategy: MixerStrategy, prices: Prices, dim: str = ""
     ) -> None:
         name, forced = mixer_call(node).short_name, self.ctx.mixer_strategy is strategy
         path, seconds = module_path(node), tuple(prices.items())
+        self._warn_of_another(node, name, strategy)
+        self.ctx.findings.mixers.append(
+            MixerPlan(path, name, strategy, seconds, dim, forced=forced)
+        )
+
+    def _warn_of_another(
+        self, node: fx.Node, name: str, strategy: MixerStrategy
+    ) -> None:
+        """Warn if the user named another strategy than that of a call."""
         wanted = self.ctx.mixer_strategy
         if wanted not in (None, strategy):
             warn_once(
@@ -142,9 +171,6 @@ class _Exchange:
                 f'strategy {wanted.value!r} is not possible for it; "auto" chooses '
                 "among those that are"
             )
-        self.ctx.findings.mixers.append(
-            MixerPlan(path, name, strategy, seconds, dim, forced=forced)
-        )
 
     def _name_of(self, node: fx.Node, entries: DimClass) -> str:
         """Return what the table calls the dimension of a class."""
@@ -187,20 +213,40 @@ class _Exchange:
         With None they read all of it.
         """
         users = [x for x in users if sub_graph(x) is None and not _reads_no_value(x)]
-        if not users:
-            return
         last = node
         if node.op == "placeholder":
             last = node.graph.find_nodes(op="placeholder")[-1]
-        args, value = (node, source, target), fake_value(node)
-        with node.graph.inserting_after(last):
-            new = insert_call(node.graph, exchanged, args, like=node, value=value)
-        for each in (self.sequence.tokens, *self.sequence.classes):
-            if node in each.dims:
-                each.dims[new] = each.dims[node]
-        self.sequence.computed.add(new)
+        readers: dict[fx.Node, list[fx.Node]] = {}  # by the last write that they see
+        writes = [x for x in self._writes(node) if x not in users and node < x]
         for user in users:
-            user.replace_input_with(node, new)
+            written = [x for x in writes if x < user]
+            readers.setdefault(max(written, default=last), []).append(user)
+        args, value = (node, source, target), fake_value(node)
+        for last, users in readers.items():
+            with node.graph.inserting_after(last):
+                new = insert_call(node.graph, exchanged, args, like=node, value=value)
+            for each in (self.sequence.tokens, *self.sequence.classes):
+                if node in each.dims:
+                    each.dims[new] = each.dims[node]
+            self.sequence.computed.add(new)
+            for user in users:
+                user.replace_input_with(node, new)
+
+    def _writes(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield the calls in the graph of a value that write to its memory."""
+        memory = storage(node)
+        if memory is not None:
+            yield from (
+                x
+                for x in self.sequence.writes
+                if x.graph is node.graph and storage(x.args[0]) == memory
+            )
+
+
+def _is_of_floats(node: fx.Node) -> bool:
+    """Tell whether a call makes floating-point numbers."""
+    values = pytree.tree_leaves(fake_value(node))
+    return any(isinstance(x, Tensor) and x.is_floating_point() for x in values)
 
 
 def _reads_no_value(node: fx.Node) -> bool:

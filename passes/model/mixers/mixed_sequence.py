@@ -43,6 +43,7 @@ class MixedSequence:
     tokens: values that have them. computed: values that are computed of these.
     classes: dimensions along which entries keep apart, as far as they were asked for.
     of_others: values that have the tokens of sequences of another length.
+    writes: calls that write to the memory of their first operand.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class MixedSequence:
         self.tokens.grow({x: d for x, d in seeds.items() if dim_size(x, d) == tokens})
         self.classes: list[DimClass] = []
         self.of_others: set[fx.Node] = set()
-        self._written = _written_memory(self.nodes)
+        self.writes = [
+            x for x in self.nodes if is_in_place(x) and isinstance(x.args[0], fx.Node)
+        ]
+        self._written = _written_memory(self.writes)
         self.computed = _computed_of(
             graph, {x for x in self.tokens.dims if x.op == "placeholder"}, self.links
         )
@@ -141,17 +145,15 @@ def _knows_tokens(node: fx.Node) -> bool:
     return name in RULES and name not in ("view", "reshape", "flatten", "cat")
 
 
-def _written_memory(nodes: Iterable[fx.Node]) -> set[int | None]:
+def _written_memory(writes: Iterable[fx.Node]) -> set[int | None]:
     """Return the memory that calls write to, but for that of new tensors.
 
     Whatever names such memory has to lie in it as the caller knows it.
     """
     written = {
-        storage(node.args[0])
-        for node in nodes
-        if is_in_place(node)
-        and isinstance(node.args[0], fx.Node)
-        and not (spelled(node) == "setitem" and spelled(node.args[0]) in CREATIONS)
+        storage(node.args[0])  # type: ignore[arg-type]
+        for node in writes
+        if not (spelled(node) == "setitem" and spelled(node.args[0]) in CREATIONS)  # type: ignore[arg-type]
     }
     return written - {None}
 

@@ -22,9 +22,13 @@ from ...placement.scan_calls import ASSOCIATIVE_SCAN, SCAN, cp_scan
 @graph_pass()
 def fold_scans(graph: fx.Graph, ctx: Context) -> int:
     """Replace every scan; return how many there are."""
-    found = [x for each in all_graphs(graph) for x in each.nodes if _kind(x)]
+    nodes = [x for each in all_graphs(graph) for x in each.nodes]
+    found = [x for x in nodes if _kind(x)]
     for node in found:
         _fold(node)
+    for node in nodes if found else ():
+        if node.target is torch.select_copy and not node.users:
+            node.graph.erase_node(node)  # Dynamo's, to trace a step on
     return len(found)
 
 
