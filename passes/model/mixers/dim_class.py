@@ -202,7 +202,8 @@ class DimClass:
                 if at is SUM:
                     return None, dims
                 assert isinstance(at, TokenAxis)
-                return {0: TokenDim(at.dim, at.outer)}, dims
+                result = TokenDim(at.dim, at.outer)  # of each, as of chunk
+                return {i: result for i, _ in _values_of(node)}, dims
             if table.is_view:
                 return None
         call, leaves = shaped_call(node)
