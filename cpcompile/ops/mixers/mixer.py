@@ -36,7 +36,8 @@ class MixerState:
     values: arguments that enter B alone: with zeros in their place, B is zero.
     rows: the dimension of the state that A mixes; the other dimensions of a value's
         entries, `columns`, are alike.
-    columns: the dimension of the state that only `values` have.
+    columns: the dimension of the state that only `values` have: the one after `rows`,
+        and the last one of `values`, which is a single argument then.
     """
 
     initial: str
@@ -133,7 +134,9 @@ def result_names(count: int) -> list[str]:
 
 
 def check_claims(function: Callable[..., Any], mixer: Mixer) -> None:
-    """Raise InputError for claims about arguments that a function does not have."""
+    """Raise InputError for claims that no function, or not this one, can fulfil."""
+    if mixer.state is not None:
+        _check_state(function.__qualname__, mixer.state)
     parameters = inspect.signature(function).parameters
     if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
         return
@@ -157,3 +160,18 @@ def check_claims(function: Callable[..., Any], mixer: Mixer) -> None:
             f"{dict(mixer.tokens)}, of no result; needed the dimension of its "
             f'results too, such as tokens={{"x": 1, "{RESULT}": 1}}'
         )
+
+
+def _check_state(name: str, state: MixerState) -> None:
+    """Raise InputError for a state whose summary could not be computed."""
+    problem = ""
+    if not state.values:
+        problem = "values is empty; needed the arguments that enter B alone"
+    elif (state.rows is None) != (state.columns is None):
+        problem = "needed both rows and columns, or neither"
+    elif state.rows is not None and state.columns != state.rows + 1:
+        problem = "needed columns = rows + 1, as of states [.., rows, columns]"
+    elif state.rows is not None and len(state.values) > 1:
+        problem = "needed one argument in values, whose last dimension is columns"
+    if problem:
+        raise InputError(f"register_mixer: the state of {name} is {state}: {problem}")

@@ -137,6 +137,25 @@ def test_claims_about_other_arguments_are_refused():
         cp.register_mixer(3, tokens={}, independent={})
 
 
+@pytest.mark.parametrize(
+    ("values", "rows", "columns", "problem"),
+    [
+        ((), None, None, "values is empty"),
+        (("x",), 2, None, "both rows and columns"),
+        (("x",), 3, 2, "columns = rows \\+ 1"),
+        (("x", "z"), 2, 3, "one argument in values"),
+    ],
+)
+def test_states_that_have_no_summary_are_refused(values, rows, columns, problem):
+    def stepped(x, z, initial=None, final=False): ...
+
+    state = cp.MixerState("initial", "final", "return[1]", values, rows, columns)
+    with pytest.raises(InputError, match=f"state of .*stepped is .*{problem}"):
+        cp.register_mixer(
+            stepped, tokens={"x": 1, "return[0]": 1}, independent={}, state=state
+        )
+
+
 def test_true_claims_hold(operands):
     register()
     report = cp.verify(running, *operands)
