@@ -72,7 +72,7 @@ class MixerSeconds:
         """Return the seconds of passing on states; None where that is impossible."""
         call, operands = mixer_call(node), mixer_operands(node)
         state, ranks = call.mixer.state, self._ctx.ranks
-        if state is None or not passes_states(call) or self._ctx.mesh.ndim > 1:
+        if state is None or not passes_states(call) or _uses_other_axes(self._ctx):
             return None
         if leaves_ranks_empty(self._sequence.tokens.entries, ranks):
             return None
@@ -159,3 +159,13 @@ def bytes_of(node: fx.Node) -> float:
     if not isinstance(value, Tensor):
         return 0.0
     return math.prod(expected_shape(value)) * value.element_size()
+
+
+def _uses_other_axes(ctx: Context) -> bool:
+    """Tell whether inputs are split on other axes than that of the sequence."""
+    return any(
+        not placement.is_replicate()
+        for given in ctx.inputs.values()
+        for axis, placement in enumerate(given.placements)
+        if axis != ctx.axis
+    )

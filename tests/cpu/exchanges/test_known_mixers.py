@@ -10,10 +10,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile as cp
 from cpcompile.accounting.graph_account import Purpose
-from tests.cpu.against_one_process import compare
+from tests.cpu.against_one_process import compare, warnings
 from tests.cpu.against_one_process import run as run_step
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import check, deviations
@@ -213,6 +214,34 @@ def test_a_kernel_takes_many_lengths(pools, strategy):
     for found, programs, shared in pools[2].run(of_many_lengths, strategy, timeout=90):
         check(found)
         assert shared == programs < 4
+
+
+def beside_data_parallelism():
+    """Deviations and warnings where each of two pairs of ranks has a row of its own."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    with stand_ins() as kernels, warnings() as texts:
+        torch.manual_seed(0)
+        module = DeltaRule(kernels).double()
+        options = {"mesh": mesh, "axis": "cp", "strategy": {"mixers": "states"}}
+        compiled = torch.compile(
+            module, backend="cp", options={**options, "inner": "aot_eager"}
+        )
+        torch.manual_seed(mesh["dp"].get_local_rank())
+        x = torch.randn(1, 11, WIDTH, dtype=torch.float64)
+        found, wanted = (
+            run_step(call, x.clone().requires_grad_(), module)
+            for call in (compiled, module)
+        )
+    return deviations(found, wanted), texts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_states_pass_along_one_axis_of_a_mesh(pools):
+    for found, texts in pools[4].run(beside_data_parallelism, timeout=90):
+        check(found)
+        assert texts == []
 
 
 def explained(name, strategy, tokens):
