@@ -168,11 +168,94 @@ def causal_conv1d_fn(
     return F.silu(y) if activation in ("silu", "swish") else y
 
 
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    activation: str = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """zxbcdt [B, S, 2 M + 2 H P + 2 G N + H], where M channels are no scan's."""
+    assert seq_idx is None
+    heads, states = len(D), (len(conv1d_weight) - len(D) * headdim) // ngroups // 2
+    ends = (heads * headdim, heads * headdim + 2 * ngroups * states, heads)
+    mlp, z, xbc, dt = zxbcdt.split([zxbcdt.shape[-1] - sum(ends), *ends], -1)
+    xbc = causal_conv1d_fn(xbc.mT, conv1d_weight, conv1d_bias, activation=activation)
+    x, b, c = xbc.mT.tensor_split(
+        [heads * headdim, heads * headdim + ngroups * states], -1
+    )
+    b, c = (y.unflatten(-1, (ngroups, states)) for y in (b, c))
+    x, dt = x.unflatten(-1, (heads, headdim)), dt + dt_bias
+    y = mamba_chunk_scan_combined(x, dt, A, b, c, chunk_size, D, dt_softplus=True)
+    y = y.flatten(2)
+    if rmsnorm_weight is None:
+        y = y * F.silu(z)
+    else:
+        y = y if norm_before_gate else y * F.silu(z)
+        norms = [
+            F.rms_norm(p, p.shape[-1:], eps=rmsnorm_eps) for p in y.chunk(ngroups, -1)
+        ]
+        y = torch.cat(norms, -1) * rmsnorm_weight
+        y = y * F.silu(z) if norm_before_gate else y
+    first, second = mlp.chunk(2, -1)
+    y = torch.cat([F.silu(first) * second, y], -1)
+    return y if outproj_weight is None else F.linear(y, outproj_weight, outproj_bias)
+
+
+def mamba_inner_fn(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    checkpoint_lvl: int = 1,
+) -> Tensor:
+    """xz [B, 2 D, S], conv1d_weight [D, 1, K], x_proj_weight [R + 2 N, D]."""
+    x, z = xz.chunk(2, 1)
+    x = causal_conv1d_fn(x, conv1d_weight[:, 0], conv1d_bias, activation="silu")
+    rank = delta_proj_weight.shape[1]
+    r, b, c = (x_proj_weight @ x).split([rank, A.shape[1], A.shape[1]], 1)
+    b = b if B_proj_bias is None else b + B_proj_bias[:, None]
+    c = c if C_proj_bias is None else c + C_proj_bias[:, None]
+    delta = delta_proj_weight @ r
+    y = selective_scan_fn(x, delta, A, b, c, D, z, delta_bias, delta_softplus)
+    return F.linear(y.mT, out_proj_weight, out_proj_bias)
+
+
 _HOMES = {
-    "fla.ops.gated_delta_rule": chunk_gated_delta_rule,
-    "mamba_ssm.ops.triton.ssd_combined": mamba_chunk_scan_combined,
-    "mamba_ssm.ops.selective_scan_interface": selective_scan_fn,
-    "causal_conv1d": causal_conv1d_fn,
+    "fla.ops.gated_delta_rule": (chunk_gated_delta_rule,),
+    "mamba_ssm.ops.triton.ssd_combined": (
+        mamba_chunk_scan_combined,
+        mamba_split_conv1d_scan_combined,
+    ),
+    "mamba_ssm.ops.selective_scan_interface": (selective_scan_fn, mamba_inner_fn),
+    "causal_conv1d": (causal_conv1d_fn,),
 }
 
 
@@ -180,7 +263,8 @@ _HOMES = {
 def stand_ins() -> Iterator[dict[str, Any]]:
     """Install the packages; gives their functions by name."""
     before, functions = dict(sys.modules), {}
-    for home, function in _HOMES.items():
+    pairs = [(home, each) for home, kernels in _HOMES.items() for each in kernels]
+    for home, function in pairs:
         kernel = _kernel(function)
         kernel.__module__ = home
         functions[function.__name__] = torch.compiler.disable(kernel)

@@ -35,6 +35,7 @@ def keep(
     if other is not None and _is_plain(function, args, kwargs):
         return other
     if mixer_of(function) is None:
+        _warn_of_form(function, "with documents or states")
         return None
     taken = _taken(function)
     if taken is not None:
@@ -42,13 +43,17 @@ def keep(
     try:
         call, tensors = MixerCall.of(function, args, kwargs)
     except UnknownForm as form:
-        warn_once(
-            f"{function.__qualname__} of {function.__module__} is called in a form "
-            f"that is not known ({form}): Dynamo traces it as it is written, and what "
-            "cannot be shared out of that runs in full on every rank"
-        )
+        _warn_of_form(function, str(form))
         return None
     return torch.ops.cp.mixer.default, str(call), tensors, call.results
+
+
+def _warn_of_form(function: Callable[..., Any], form: str) -> None:
+    warn_once(
+        f"{function.__qualname__} of {function.__module__} is called in a form "
+        f"that is not known ({form}): Dynamo traces it as it is written, and what "
+        "cannot be shared out of that runs in full on every rank"
+    )
 
 
 def _taken(function: Any) -> tuple[str, ...] | None:
