@@ -146,8 +146,8 @@ def _gated_norm(
     y = y if norm_first else y * gate
     grouped = y.unflatten(-1, (groups, -1))
     scale = (grouped.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = (grouped * scale).flatten(-2) * weight.to(wide)
-    return (y * gate if norm_first else y).to(x.dtype)
+    normed: Tensor = (grouped * scale).flatten(-2) * weight.to(wide)
+    return (normed * gate if norm_first else normed).to(x.dtype)
 
 
 def inner_scan(scan: Callable[..., Any]) -> Callable[..., Tensor]:
