@@ -33,8 +33,7 @@ def mixer(tensors: list[Tensor], call: str) -> list[Tensor]:
     """
     with outside_of_operators(), torch.no_grad():
         results = [x.contiguous() for x in MixerCall.of_text(call).run(tensors)]
-    _check(call, tensors, results)
-    return [_own(x, tensors) for x in results]
+    return [_own(x, tensors) for x in _checked(call, tensors, results)]
 
 
 @mixer.register_fake
@@ -122,8 +121,18 @@ def _own(x: Tensor, others: list[Tensor]) -> Tensor:
     return x.clone() if x.untyped_storage().data_ptr() in memory else x
 
 
-def _check(call: str, tensors: list[Tensor], results: list[Tensor]) -> None:
+def _checked(call: str, tensors: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+    """Return results as they are without data.
+
+    Under autocast their dtypes may depend on the number of tokens: what goes through a
+    product has another one than what does not.
+    """
     promised = _promised(call, tuple((x.shape, x.dtype) for x in tensors))
+    if MixerCall.of_text(call).autocast and len(promised) == len(results):
+        results = [
+            x.to(dtype) if x.is_floating_point() and dtype.is_floating_point else x
+            for x, (_, dtype) in zip(results, promised, strict=True)
+        ]
     computed = [(x.shape, x.dtype) for x in results]
     if promised != computed:
         raise RuntimeError(
@@ -131,6 +140,7 @@ def _check(call: str, tensors: list[Tensor], results: list[Tensor]) -> None:
             f"{_words(promised)}, as for fewer tokens. Check which dimensions are said "
             "to have the tokens"
         )
+    return results
 
 
 @functools.lru_cache(maxsize=1024)

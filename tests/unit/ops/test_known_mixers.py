@@ -126,6 +126,20 @@ def test_another_shape_than_that_of_few_tokens_is_an_error(operands):
         torch.ops.cp.mixer(tensors, str(call))
 
 
+def test_autocast_may_change_dtypes_with_the_number_of_tokens():
+    """A few tokens are one chunk, and meet no product."""
+
+    def mixed(x):
+        return x if x.shape[1] < 4 else x @ torch.eye(x.shape[-1])
+
+    cp.register_mixer(mixed, tokens={"x": 1, "return": 1}, independent={})
+    x = torch.randn(1, 7, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        call, tensors = MixerCall.of(mixed, [x], {})
+    (found,) = torch.ops.cp.mixer(tensors, str(call))
+    assert torch.equal(found, x.bfloat16().float())
+
+
 def test_claims_about_other_arguments_are_refused():
     with pytest.raises(
         InputError, match=r"running has no argument 'y'; it has x, gate"
