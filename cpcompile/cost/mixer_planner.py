@@ -72,7 +72,10 @@ def plan_mixer(
     positive_integers(
         _CALL,
         {("seq" if name == "tokens" else name): n for name, n in sizes.items()}
-        | {"ranks": ranks, "ranks_per_node": ranks_per_node or 1},
+        | {
+            "ranks": ranks,
+            "ranks_per_node": 1 if ranks_per_node is None else ranks_per_node,
+        },
     )
     _check_heads(named, key_heads, value_heads)
     profile = load_profile(hardware).with_overrides(overrides or {})

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cpcompile.geometry.lengths import expected
+from cpcompile.geometry.lengths import expected, is_symbol
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.torch_private import pytree
 from cpcompile.torch_private.dispatch_modes import disable_current_modes
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
@@ -56,6 +58,12 @@ def cp_scan(
     if any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in operands):
         raise EntriesMeet("an operand is no DTensor")
     mesh = next(x.device_mesh for x in operands if isinstance(x, DTensor))
+    ends = carried + scanned
+    for i, x in enumerate(operands):
+        if isinstance(x, Tensor) and any(
+            map(is_symbol, x.shape[carried <= i < ends :])
+        ):
+            raise EntriesMeet("a size of a step is a symbol")
     placements, results = scan.placed(operands, mesh)
     is_split = [
         any(x.placements[axis].is_shard() for x in results) for axis in range(mesh.ndim)
@@ -141,9 +149,11 @@ class _Scan:
             kept = [_moved(p or (), -1) for p in placements[: self.scanned]]
         if cut or cuts_inside or kept != [x.placements for x in results[: len(kept)]]:
             raise EntriesMeet(_APART)
+        graded = [x for x in results if x.is_floating_point() or x.is_complex()]
         for axis in range(mesh.ndim):  # else ranks would count a gradient each
-            if len({x.placements[axis].is_shard() for x in results}) > 1:
+            if len({x.placements[axis].is_shard() for x in graded}) > 1:
                 raise EntriesMeet("some results are split, and others are not")
+        self._one_step(operands, placements, mesh, is_final=True)
         return placements, results
 
     def _one_step(
@@ -151,10 +161,12 @@ class _Scan:
         operands: Sequence[Any],
         placements: Sequence[_Placements | None],
         mesh: DeviceMesh,
+        is_final: bool = False,
     ) -> tuple[dict[int, int], bool, list[DTensor]]:
         """Run a step without data; return the operands to cut, each with a dimension.
 
-        And whether a value inside would be cut, and the results.
+        And whether a value inside would be cut, and the results. is_final: nothing is
+        cut any more, and every call has to do with local parts what DTensor does.
         """
         ends = self.carried + self.scanned
         random = RandomNumbers()  # type: ignore[no-untyped-call]
@@ -167,7 +179,8 @@ class _Scan:
             ]
             twice = given[: self.scanned] if self.kind == ASSOCIATIVE_SCAN else []
             with nothing_moves() as moves:
-                results = self.step.run(*twice, *given)
+                runner = _OnParts if is_final else fx.Interpreter
+                results = runner(self.step.graph).run(*twice, *given)
         if moves.ends_sums or random.drawn:
             raise EntriesMeet(_APART)
         numbers = {
@@ -175,6 +188,8 @@ class _Scan:
             for i, x in enumerate(given)
             if isinstance(x, DTensor)
         }
+        if not all(isinstance(x, DTensor) for x in results):
+            raise EntriesMeet("a step returns something that is no tensor")
         cut, cuts_inside = {}, False
         for local, at in moves.cut:
             number = numbers.get(id(local))
@@ -189,6 +204,35 @@ class _Scan:
                     raise EntriesMeet(_APART)
                 cut[i] = after.dim
         return cut, cuts_inside, list(results)
+
+
+class _OnParts(fx.Interpreter):
+    """Runs a step on DTensors, and each call on their local parts beside it.
+
+    A rank runs the same graph as one process: `x.view(4, -1)` makes four heads of the
+    two that a rank has, where DTensor makes two.
+    """
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        if node.op in ("call_function", "call_method"):
+            args, kwargs = pytree.tree_map(
+                _local, self.fetch_args_kwargs_from_env(node)
+            )
+            local = getattr(self, node.op)(node.target, args, kwargs)
+            if _shapes(local) != _shapes(pytree.tree_map(_local, result)):
+                raise EntriesMeet(f"{node.name} depends on the size that is split")
+        return result
+
+
+def _local(x: Any) -> Any:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def _shapes(x: Any) -> list[Any]:
+    return [
+        tuple(y.shape) if isinstance(y, Tensor) else y for y in pytree.tree_leaves(x)
+    ]
 
 
 def _own(x: DTensor, placements: _Placements | None, is_split: list[bool]) -> Tensor:

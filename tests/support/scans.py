@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch._higher_order_ops.associative_scan import associative_scan_op
 from torch._higher_order_ops.scan import scan
 
@@ -68,4 +69,18 @@ class Associative(Mixer):
         return y.movedim(0, 1) + v
 
 
-SCANS = {x.__name__: x for x in (Recurrence, LearntStart, Elman, Associative)}
+class HeadNorm(Mixer):
+    """A step makes four heads, of however many channels it is given."""
+
+    def mix(self, q, k, v):
+        def step(carry, x):
+            carry = (carry * 0.5 + x).unflatten(-1, (4, -1))
+            carry = F.normalize(carry, dim=-1).flatten(1)
+            return carry, carry.clone()
+
+        k = k.unflatten(-1, (4, -1)).cumsum(1).flatten(2)
+        _, y = scan(step, k.new_zeros(k.shape[0], k.shape[2]), k, dim=1)
+        return q * y + v * k
+
+
+SCANS = {x.__name__: x for x in (Recurrence, LearntStart, Elman, Associative, HeadNorm)}

@@ -182,10 +182,14 @@ def inner_scan(scan: Callable[..., Any]) -> Callable[..., Tensor]:
         delta = F.linear(projected[..., :rank], delta_proj_weight).transpose(1, 2)
         if B is None:
             b = projected[..., rank : rank + states]
-            B = (b if B_proj_bias is None else b + B_proj_bias).transpose(1, 2)
+            B = (b if B_proj_bias is None else b + B_proj_bias.to(b.dtype)).transpose(
+                1, 2
+            )
         if C is None:
             c = projected[..., -states:]
-            C = (c if C_proj_bias is None else c + C_proj_bias).transpose(1, 2)
+            C = (c if C_proj_bias is None else c + C_proj_bias.to(c.dtype)).transpose(
+                1, 2
+            )
         y = scan(
             x,
             delta,

@@ -32,10 +32,10 @@ def keep(
     if not is_found_by_name(function):
         return None  # such as a wrapper, which Dynamo looks into
     other = in_torch(function)
-    if other is not None and _is_plain(function, args, kwargs):
+    if other is not None and _is_plain(function, other, args, kwargs):
         return other
     if mixer_of(function) is None:
-        _warn_of_form(function, "with documents or states")
+        _warn_of_form(function, "with documents, states or other options")
         return None
     taken = _taken(function)
     if taken is not None:
@@ -77,14 +77,24 @@ _NOT_IN_TORCH = (
 )
 
 
-def _is_plain(function: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call keeps no documents apart, and neither takes nor gives states.
+def _is_plain(
+    function: Any, other: Any, args: list[Any], kwargs: dict[str, Any]
+) -> bool:
+    """Tell whether `other` computes a call, which has no documents, and no states.
 
-    By position or by name.
+    Packages differ by version: both have to call the arguments alike, by position too.
     """
     try:
-        bound = inspect.signature(function).bind(*args, **kwargs).arguments
+        own = inspect.signature(function)
+        bound = own.bind(*args, **kwargs).arguments
     except TypeError:
         return False
     values = dict(bound) | kwargs
+    parameters = [*inspect.signature(other).parameters]
+    alike = [*own.parameters][: len(args)] == parameters[: len(args)]
+    in_transformers = function.__module__.startswith("transformers.")  # its own other
+    if not in_transformers and not (alike and set(kwargs) <= set(parameters)):
+        return False
+    if any(isinstance(x, Tensor) and x.is_complex() for x in values.values()):
+        return False
     return all(values.get(x) is None or values[x] is False for x in _NOT_IN_TORCH)

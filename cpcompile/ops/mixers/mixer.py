@@ -169,7 +169,9 @@ def _check_state(name: str, state: MixerState) -> None:
         problem = "values is empty; needed the arguments that enter B alone"
     elif (state.rows is None) != (state.columns is None):
         problem = "needed both rows and columns, or neither"
-    elif state.rows is not None and state.columns != state.rows + 1:
+    elif state.rows is not None and (
+        state.columns != state.rows + 1 or not state.columns
+    ):
         problem = "needed columns = rows + 1, as of states [.., rows, columns]"
     elif state.rows is not None and len(state.values) > 1:
         problem = "needed one argument in values, whose last dimension is columns"

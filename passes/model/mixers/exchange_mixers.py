@@ -124,7 +124,7 @@ class _Exchange:
 
     def _gather_for(self, node: fx.Node) -> None:
         """Gather what a call reads, as it was priced; DTensor would choose anew."""
-        for operand in set(node.all_input_nodes):
+        for operand in node.all_input_nodes:  # in one order on all ranks
             dim = self.sequence.tokens.dims.get(operand)
             if dim is not None and operand in self.sequence.computed:
                 self._insert(operand, [node], dim.dim, None)

@@ -9,7 +9,7 @@ import torch.fx as fx
 from torch.distributed.tensor import Shard
 
 from cpcompile.geometry.layout import leaves_ranks_empty
-from cpcompile.geometry.lengths import is_symbol
+from cpcompile.geometry.lengths import expected, is_symbol
 
 from ...flow.flow import flows_of
 from ...graph.attention_calls import is_attention
@@ -90,6 +90,7 @@ class MixedSequence:
             for dim, size in enumerate(fake_value(operand).shape):
                 if dim == self.tokens.dims[operand].dim or is_symbol(size):
                     continue  # a symbol may be less than the ranks another time
+                size = expected(size)  # a guard may have fixed it
                 if leaves_ranks_empty(size, self.ranks):
                     continue  # views of empty parts fail
                 known = next(

@@ -33,13 +33,20 @@ def run(name, world, batch):
     return comparison, counters["cpcompile"]["exchange_mixers"]
 
 
-@pytest.mark.slow(but=["Recurrence-2-1", "LearntStart-3-1", "Associative-2-2"])
+@pytest.mark.slow(
+    but=["Recurrence-2-1", "LearntStart-3-1", "Associative-2-2", "HeadNorm-2-1"]
+)
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(("name", "world", "batch"), CASES)
 def test_a_scan_equals_one_process(pools, name, world, batch):
-    """Nothing is warned of, but that a step of Elman needs all channels of a row."""
+    """Nothing is warned of, but that a step of Elman needs all channels of a row.
+
+    A rank's part of the channels is not four heads, where DTensor would make two.
+    """
     for comparison, count in pools[world].run(run, name, world, batch, timeout=90):
         comparison.check()
+        if name == "HeadNorm":
+            continue  # its scan may stay, and its cumulative sum is exchanged
         stays = name == "Elman" and batch == 1
         assert (count == 0) == stays
         assert len(comparison.warnings) == stays

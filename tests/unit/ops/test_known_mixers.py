@@ -158,6 +158,7 @@ def test_claims_about_other_arguments_are_refused():
         (("x",), 2, None, "both rows and columns"),
         (("x",), 3, 2, "columns = rows \\+ 1"),
         (("x", "z"), 2, 3, "one argument in values"),
+        (("x",), -1, 0, "columns = rows \\+ 1"),
     ],
 )
 def test_states_that_have_no_summary_are_refused(values, rows, columns, problem):
