@@ -113,6 +113,9 @@ class Trial:
                     if self.backward:
                         problem = problem or backward_problem(fresh, result)
             except Exception as error:  # DTensor raises whatever its rules raise
+                if isinstance(error, TypeError) and "non-nested SymInt" in str(error):
+                    # Strides are symbols, and no size: DTensor takes them for a key.
+                    raise LengthNotSymbolic(f"{_name(call)}: {error}") from error
                 check_refusal(error, f"the trial of {_name(call)}")
                 problem = f"{type(error).__name__}: {first_line(error)}"
                 if self.symbolic and self._works_without_symbols(call, args, kwargs):
