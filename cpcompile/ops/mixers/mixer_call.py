@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cpcompile.ops.mixers.mixer import RESULT, Mixer, result_names
 from cpcompile.ops.mixers.registry import function_key, mixer_of, registered
+from cpcompile.torch_private import pytree
 
 _CONSTANTS = (bool, int, float, str, type(None))
 _TENSOR, _TUPLE = "tensor", "tuple"
@@ -207,7 +208,7 @@ class MixerCall:
                 for x, dim in given
             ]
             try:
-                return self._lengthened(self._call(short), size)
+                return self._lengthened(self._without_data(short), size)
             except (
                 Exception
             ) as error:  # whatever a kernel says to a tensor without data
@@ -218,6 +219,24 @@ class MixerCall:
             constants = _decode([self.args, self.kwargs], list(tensors))
             bound = mixer.bind(_function(self.function), *constants)
             return mixer.results(bound | arguments)
+
+    def _without_data(self, tensors: Sequence[Tensor]) -> Any:
+        """Make the call on tensors without data; its results are remembered by shapes.
+
+        A layer asks a dozen times, and layers repeat.
+        """
+        if not all(isinstance(n, int) for x in tensors for n in x.shape):
+            return self._call(tensors)
+        operands = tuple((tuple(x.shape), x.dtype, x.device) for x in tensors)
+        key = str(self), _function(self.function), operands
+        if key not in _known_results:
+            _known_results[key] = pytree.tree_map(_form, self._call(tensors))
+        like = tensors[0]  # which may be fake outside of its mode
+        return pytree.tree_map_only(
+            _Form,
+            lambda x: like.new_empty(x.shape, dtype=x.dtype, device=x.device),
+            _known_results[key],
+        )
 
     def _lengthened(self, results: Any, size: Any) -> Any:
         if isinstance(results, Tensor):
@@ -236,6 +255,25 @@ class MixerCall:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, getattr(torch, dtype)))
             return _function(self.function)(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a tensor is, but for its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_known_results: dict[Any, Any] = {}
+
+
+def _form(x: Any) -> Any:
+    """Return the form of a tensor; anything else is returned."""
+    if not isinstance(x, Tensor):
+        return x
+    return _Form(tuple(x.shape), x.dtype, x.device)
 
 
 @dataclass(frozen=True)
