@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, expected, hashable, is_symbol
@@ -28,6 +27,7 @@ from cpcompile.torch_private.dispatch_modes import (
 )
 from cpcompile.torch_private.dtensors import compute_local_shape_and_global_offset
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.operators import OpOverload
 
 from ..graph.held import Held
 from ..graph.nodes import expected_shape, fake_value

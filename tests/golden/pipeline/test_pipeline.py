@@ -29,6 +29,7 @@ NAMES = [
     "insert_attention",
     "pad_convolutions",
     "fold_transforms",
+    "fold_scans",
     "exchange_mixers",
     "shard_graph",
     "lay_out_tokens",
@@ -132,5 +133,6 @@ def test_every_pass_is_counted(mesh):
         "lay_out_tokens": 2,
         "pad_convolutions": 0,
         "fold_transforms": 0,
+        "fold_scans": 0,
         "exchange_mixers": 0,
     }
