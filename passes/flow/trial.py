@@ -113,8 +113,7 @@ class Trial:
                     if self.backward:
                         problem = problem or backward_problem(fresh, result)
             except Exception as error:  # DTensor raises whatever its rules raise
-                if isinstance(error, TypeError) and "non-nested SymInt" in str(error):
-                    # Strides are symbols, and no size: DTensor takes them for a key.
+                if self.symbolic and _takes_symbols_for_key(error):
                     raise LengthNotSymbolic(f"{_name(call)}: {error}") from error
                 check_refusal(error, f"the trial of {_name(call)}")
                 problem = f"{type(error).__name__}: {first_line(error)}"
@@ -165,6 +164,15 @@ class RandomNumbers(TorchDispatchMode):
         if draws_numbers(func, args, kwargs or {}):
             self.drawn |= any(isinstance(x, DTensor) for x in leaves)
         return func(*args, **(kwargs or {}))
+
+
+def _takes_symbols_for_key(error: Exception) -> bool:
+    """Tell whether DTensor made a key of strides, which are symbols where no size is.
+
+    Python's operators make of any TypeError that they cannot add, multiply, ...
+    """
+    texts = ("non-nested SymInt", "unsupported operand type")
+    return isinstance(error, TypeError) and any(x in str(error) for x in texts)
 
 
 def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
