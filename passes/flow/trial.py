@@ -113,7 +113,7 @@ class Trial:
                     if self.backward:
                         problem = problem or backward_problem(fresh, result)
             except Exception as error:  # DTensor raises whatever its rules raise
-                if self.symbolic and _takes_symbols_for_key(error):
+                if _takes_symbols_for_key(error, leaves):
                     raise LengthNotSymbolic(f"{_name(call)}: {error}") from error
                 check_refusal(error, f"the trial of {_name(call)}")
                 problem = f"{type(error).__name__}: {first_line(error)}"
@@ -166,13 +166,17 @@ class RandomNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _takes_symbols_for_key(error: Exception) -> bool:
+def _takes_symbols_for_key(error: Exception, leaves: list[Any]) -> bool:
     """Tell whether DTensor made a key of strides, which are symbols where no size is.
 
     Python's operators make of any TypeError that they cannot add, multiply, ...
     """
     texts = ("non-nested SymInt", "unsupported operand type")
-    return isinstance(error, TypeError) and any(x in str(error) for x in texts)
+    if not isinstance(error, TypeError) or all(x not in str(error) for x in texts):
+        return False
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    sizes = [n for x in tensors for n in (*x.shape, *x.stride())]
+    return any(isinstance(n, torch.SymInt) for n in sizes)
 
 
 def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
