@@ -271,3 +271,36 @@ def test_without_attention_the_indices_of_an_embedding_are_the_sequence(mesh_of)
     assert steps["exchange_mixers"].rewrites == 2
     assert "cp_shard(l_ids_, 1)" in steps["shard_graph"].after
     assert texts == []
+
+
+class Direct(torch.nn.Module):
+    """A mixer that reads inputs of the graph: all gathers stand after the last one."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, q, k, v, g, beta):
+        return self.mix(q, k, v, g, beta)[0]
+
+
+@in_two
+def test_operands_are_gathered_in_one_order_on_all_ranks(mesh_of):
+    """An order by addresses, as that of a set, would be another one on each rank."""
+    wide, narrow = torch.zeros(1, 16, 2, 4), torch.zeros(1, 16, 2)
+    inputs = (wide, wide.clone(), wide.clone(), narrow, narrow.clone())
+    with stand_ins() as kernels:
+        step = capture(
+            Direct(kernels["chunk_gated_delta_rule"]),
+            *inputs,
+            mesh=mesh_of,
+            shard=dict.fromkeys(("q", "k", "v", "g", "beta"), 1),
+            strategy={"mixers": "gather"},
+            until="exchange_mixers",
+        )["exchange_mixers"]
+    gathered = [
+        line.split("exchanged(")[1].split(",")[0]
+        for line in step.after.splitlines()
+        if "= exchanged(" in line
+    ]
+    assert gathered == ["l_beta_", "l_g_", "l_v_", "l_k_", "l_q_"]
