@@ -3,6 +3,9 @@
 # Decompositions of aten; seen in 2.11 to 2.15.
 from torch._decomp import core_aten_decompositions, get_decompositions
 
+# The steps of an associative scan; seen in 2.13.
+from torch._higher_order_ops.associative_scan import generic_associative_scan
+
 # Writes of custom operators in joint graphs; seen in 2.13.
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 
@@ -15,5 +18,6 @@ __all__ = [
     "OpOverloadPacket",
     "auto_functionalized_v2",
     "core_aten_decompositions",
+    "generic_associative_scan",
     "get_decompositions",
 ]

@@ -28,6 +28,7 @@ from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.dispatch_modes import disable_current_modes
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.operators import generic_associative_scan
 
 from ..flow.flow import EntriesMeet, nothing_moves
 from ..flow.trial import RandomNumbers
@@ -52,7 +53,7 @@ def cp_scan(
 
     Raises: EntriesMeet where a step would need more than a rank's entries.
     """
-    scan = _Scan(step, kind, carried, scanned)
+    scan = Scan(step, kind, carried, scanned)
     if not any(isinstance(x, DTensor) for x in operands):
         return scan.run(operands)
     if any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in operands):
@@ -92,6 +93,27 @@ def cp_scan(
     return wrapped
 
 
+def scanned_in_parts(
+    step: HeldGraph, kind: str, carried: int, scanned: int, *operands: Any
+) -> list[Tensor]:
+    """Do what `cp_scan` does; mark in a graph that ranks scan the steps they have."""
+    return cp_scan(step, kind, carried, scanned, *operands)
+
+
+def joined_operands(node: fx.Node) -> Sequence[fx.Node]:
+    """Return what an associative scan scans; nothing of any other call.
+
+    Or if its steps read more than that, which torch 2.13 does not trace.
+    """
+    if node.target not in (cp_scan, scanned_in_parts):
+        return ()
+    _, kind, carried, scanned, *operands = node.args
+    if kind != ASSOCIATIVE_SCAN or scanned != len(operands):
+        return ()
+    assert carried == 0
+    return operands  # type: ignore[return-value]
+
+
 def _compact(x: Tensor) -> Tensor:
     """Copy x; torch compares strides of what enters a step and leaves it, even of 1."""
     return x.clone(memory_format=torch.contiguous_format)
@@ -110,7 +132,7 @@ class _CompactGradient(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Scan:
+class Scan:
     """The scan without its operands; see `cp_scan`."""
 
     step: HeldGraph
@@ -119,11 +141,21 @@ class _Scan:
     scanned: int
 
     def run(self, operands: Sequence[Any]) -> list[Tensor]:
-        """Call torch's operator."""
+        """Call torch's operator; where gradients are needed, the steps that it makes.
+
+        torch's gradient of an associative scan (seen in 2.13) takes each result to
+        depend on its own operand alone, as [a a', a' b + b'] does not, and its memory
+        is quadratic in the steps.
+        """
         ends = self.carried + self.scanned
         carries, others = list(operands[: self.carried]), tuple(operands[ends:])
         slices = list(operands[self.carried : ends])
         if self.kind == ASSOCIATIVE_SCAN:
+            records = torch.is_grad_enabled() and any(
+                isinstance(x, Tensor) and x.requires_grad for x in operands
+            )
+            if records:
+                return [*generic_associative_scan(self.step.graph, slices, 0, others)]
             scan = torch.ops.higher_order.associative_scan
             return list(scan(self.step.graph, slices, others))
         scan = torch.ops.higher_order.scan

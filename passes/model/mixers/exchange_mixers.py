@@ -38,11 +38,11 @@ from ...graph.nodes import (
     where,
 )
 from ...graph.sequence_tokens import TokenDim, exchanged
-from ...placement.scan_calls import cp_scan
+from ...placement.scan_calls import cp_scan, scanned_in_parts
 from .dim_class import CREATIONS, DimClass
 from .mixed_sequence import MixedSequence, dim_size, find_sequences
 from .mixer_regions import Region, RegionFinder
-from .mixer_seconds import MixerSeconds, Prices
+from .mixer_seconds import MixerSeconds, Prices, has_strategies
 
 
 @graph_pass(writes=("mixers",))
@@ -92,7 +92,7 @@ class _Exchange:
         finder = RegionFinder(self.sequence, self.seconds, self.ctx.mixer_strategy)
         regions = [x for c in classes for x in finder.find(c)]
         regions.sort(key=lambda x: (-x.saved, x.first))
-        prices = {x: self.seconds.of_strategies(x) for x in mixers if is_mixer(x)}
+        prices = {x: self.seconds.of_strategies(x) for x in mixers if has_strategies(x)}
         written: set[fx.Node] = set()
         count = 0
         for region in regions:
@@ -109,7 +109,7 @@ class _Exchange:
             if node in prices:
                 strategy = self.seconds.on_tokens(node)[1]
                 if strategy is MixerStrategy.STATES:
-                    node.target = mixed_in_parts
+                    node.target = mixed_in_parts if is_mixer(node) else scanned_in_parts
                     count += 1
                 else:
                     self._gather_for(node)
@@ -135,7 +135,7 @@ class _Exchange:
         """Note what is computed in parts along another dimension, for people."""
         kept = [x for x in mixers if x in prices]
         for node in kept:
-            dim = self._name_of(node, region.entries)
+            dim = self._dim_of(node, region.entries) if is_mixer(node) else ""
             self._note_call(node, MixerStrategy.EXCHANGE, prices[node], dim)
         if not kept:
             self._note_calls(mixers, MixerStrategy.EXCHANGE)
@@ -153,7 +153,7 @@ class _Exchange:
     def _note_call(
         self, node: fx.Node, strategy: MixerStrategy, prices: Prices, dim: str = ""
     ) -> None:
-        name, forced = mixer_call(node).short_name, self.ctx.mixer_strategy is strategy
+        name, forced = _name_of(node), self.ctx.mixer_strategy is strategy
         path, seconds = module_path(node), tuple(prices.items())
         self._warn_of_another(node, name, strategy)
         self.ctx.findings.mixers.append(
@@ -172,7 +172,7 @@ class _Exchange:
                 "among those that are"
             )
 
-    def _name_of(self, node: fx.Node, entries: DimClass) -> str:
+    def _dim_of(self, node: fx.Node, entries: DimClass) -> str:
         """Return what the table calls the dimension of a class."""
         for name, dims in mixer_call(node).mixer.independent.items():
             for operand, x in mixer_operands(node).items():
@@ -241,6 +241,10 @@ class _Exchange:
                 for x in self.sequence.writes
                 if x.graph is node.graph and storage(x.args[0]) == memory
             )
+
+
+def _name_of(node: fx.Node) -> str:
+    return mixer_call(node).short_name if is_mixer(node) else str(node.args[1])
 
 
 def _is_of_floats(node: fx.Node) -> bool:

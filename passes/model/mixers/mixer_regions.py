@@ -21,13 +21,12 @@ from torch import Tensor
 from cpcompile.cost.mixer_plan import MixerStrategy
 
 from ...graph.calls import spelled
-from ...graph.mixer_calls import is_mixer
 from ...graph.nodes import fake_value
 from ..layouts.layout_cut import LayoutCut
 from ..sharding.dim_flows import dim_flows
 from .dim_class import CREATIONS, DimClass
 from .mixed_sequence import MixedSequence, stays_on_tokens
-from .mixer_seconds import DEAR, MixerSeconds
+from .mixer_seconds import DEAR, MixerSeconds, has_strategies
 
 
 @dataclass(frozen=True)
@@ -144,12 +143,12 @@ class RegionFinder:
         forced = self._forced
         rules_out = forced is MixerStrategy.GATHER or (
             forced is MixerStrategy.STATES
-            and is_mixer(node)
+            and has_strategies(node)
             and self._seconds.of_states(node) is not None
         )
         if rules_out and moved is not None:
             moved = DEAR
-        if is_mixer(node):
+        if has_strategies(node):
             return self._seconds.on_tokens(node)[0], moved
         with_tokens = [
             x for x in node.all_input_nodes if x in self._sequence.tokens.dims

@@ -19,11 +19,17 @@ from ...graph.context import Context
 from ...graph.mixer_calls import is_mixer, mixer_call, mixer_operands
 from ...graph.nodes import expected_shape, fake_value
 from ...graph.sequence_tokens import TokenDim
+from ...placement.scan_calls import joined_operands
 from .dim_class import DimClass
 from .mixed_sequence import MixedSequence, dim_size
 
 DEAR = 1e6  # seconds: a price for what the user has ruled out
 Prices = dict[MixerStrategy, float]
+
+
+def has_strategies(node: fx.Node) -> bool:
+    """Tell whether a call that mixes tokens can be more than exchanged or gathered."""
+    return is_mixer(node) or bool(joined_operands(node))
 
 
 class MixerSeconds:
@@ -34,7 +40,7 @@ class MixerSeconds:
         self._passes = mixer_prices.passes_of(ctx.backward)
 
     def of_strategies(self, node: fx.Node) -> Prices:
-        """Return the seconds of every strategy that is possible for a known mixer."""
+        """Return the seconds of every strategy that is possible for a call."""
         prices, dims = self._on_tokens(node), self._sequence.tokens.dims
         values = [x for x in (*node.all_input_nodes, *node.users) if x in dims]
         exchanges = [
@@ -47,7 +53,7 @@ class MixerSeconds:
         return prices
 
     def on_tokens(self, node: fx.Node) -> tuple[float, MixerStrategy]:
-        """Return the seconds of a known mixer on the side of the tokens, and how."""
+        """Return the seconds of a call on the side of the tokens, and how."""
         prices = self._on_tokens(node)
         forced = self._ctx.mixer_strategy
         if forced in prices:
@@ -70,11 +76,33 @@ class MixerSeconds:
 
     def of_states(self, node: fx.Node) -> float | None:
         """Return the seconds of passing on states; None where that is impossible."""
-        call, operands = mixer_call(node), mixer_operands(node)
-        state, ranks = call.mixer.state, self._ctx.ranks
-        if state is None or not passes_states(call) or _uses_other_axes(self._ctx):
+        ranks = self._ctx.ranks
+        if _uses_other_axes(self._ctx) or leaves_ranks_empty(
+            self._sequence.tokens.entries, ranks
+        ):
             return None
-        if leaves_ranks_empty(self._sequence.tokens.entries, ranks):
+        joined = joined_operands(node)
+        summary = self._of_steps(joined) if joined else self._of_state(node)
+        if summary is None:
+            return None
+        work = self.of_work(node)
+        return mixer_prices.states_seconds(
+            self._ctx.profile, ranks, summary, work, self._passes
+        )
+
+    def _of_steps(self, joined: Iterable[fx.Node]) -> mixer_prices.Summary | None:
+        """Return the summary of an associative scan: what its last step gives."""
+        dims = self._sequence.tokens.dims
+        if any(dims.get(x) != TokenDim(0) for x in joined):
+            return None
+        last = math.fsum(map(bytes_of, joined)) / self._sequence.tokens.entries
+        return mixer_prices.Summary(last, 0.0, 1.0)  # one step more for every result
+
+    def _of_state(self, node: fx.Node) -> mixer_prices.Summary | None:
+        """Return the summary of a known mixer; None if it passes on no states."""
+        call, operands = mixer_call(node), mixer_operands(node)
+        state = call.mixer.state
+        if state is None or not passes_states(call):
             return None
         tokens = call.mixer.tokens
         if any(
@@ -85,11 +113,7 @@ class MixerSeconds:
             return None
         values = {name: fake_value(x) for name, x in operands.items()}
         shape = expected_shape(call.with_final_state().empty_state(values))
-        summary = mixer_prices.summary_of(shape, state.rows, state.columns)
-        work = self.of_work(node)
-        return mixer_prices.states_seconds(
-            self._ctx.profile, ranks, summary, work, self._passes
-        )
+        return mixer_prices.summary_of(shape, state.rows, state.columns)
 
     def of_gather(self, operands: Iterable[fx.Node]) -> float:
         """Return the seconds to gather values, and their gradients."""

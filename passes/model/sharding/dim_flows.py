@@ -33,6 +33,7 @@ from ...graph.mixer_calls import (
 )
 from ...graph.nodes import fake_value
 from ...graph.sequence_tokens import is_row_parallel_operand
+from ...placement.scan_calls import joined_operands
 from ..attention.find_attention import attention_operands
 from ..mutation.masked_rows import write_rows, write_rows_
 from ..normalize.pad_convolutions import convolved
@@ -170,6 +171,9 @@ def _item(source: fx.Node, index: Any) -> list[DimFlow] | None:
         return dim_flows(source)
     if is_mixer(source):
         return _mixed(source, index)
+    joined = joined_operands(source)
+    if joined:  # steps combine entry by entry
+        return [flow for x in joined for flow in _all_dims(x)]
     if is_flex_attention(source):
         return _from_operands(*source.args[:3])  # type: ignore[arg-type]  # nodes
     if spelled(source) == "multi_head_attention_forward" and index == 0:

@@ -47,6 +47,8 @@ from ...placement.placement_calls import (
     cp_shard,
     cp_whole_keys,
 )
+from ...placement.scan_calls import scanned_in_parts
+from ...placement.scan_parts import cp_scanned_in_parts
 from ..attention.find_attention import attention_operands, unrewritten
 from ..functions.chunked_function import chunked_function
 from ..functions.function_bodies import is_autograd_function
@@ -79,6 +81,9 @@ def decide(graph_values: GraphValues, node: fx.Node, distributed: bool) -> Decis
     if node.target is mixed_in_parts:
         args = (*node.args, graph_values.on)
         return Propagate(NewCall(cp_mixed_in_parts, args))
+    if node.target is scanned_in_parts:
+        on = {"on": graph_values.on}
+        return Propagate(NewCall(cp_scanned_in_parts, node.args, on))
     if distributed and is_in_place(node):
         return in_place(graph_values, node)
     steps = steps_to_part(node)

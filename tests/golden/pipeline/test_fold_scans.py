@@ -10,14 +10,14 @@ from tests.support.scans import Associative, Elman, Recurrence
 in_two = pytest.mark.parametrize("mesh_of", [2], indirect=True)
 
 
-def steps(module, mesh, batch=1):
-    """The steps of the passes, with an exchange whatever it costs."""
+def steps(module, mesh, batch=1, strategy="exchange"):
+    """The steps of the passes, with a strategy whatever it costs."""
     return capture(
         module,
         torch.zeros(1, 1, 1).expand(batch, 64, 32),
         mesh=mesh,
         shard={"x": 1},
-        strategy={"mixers": "exchange"},
+        strategy={"mixers": strategy},
         until="exchange_mixers",
     )
 
@@ -64,6 +64,20 @@ def test_the_operator_of_an_associative_scan(mesh_of):
 - y_1 = associative_scan[1]""",
     )
     assert captured["exchange_mixers"].rewrites == 1
+
+
+@in_two
+def test_an_associative_scan_of_the_tokens_of_a_rank(mesh_of):
+    """A scan that is not associative has no such strategy."""
+    captured = steps(Associative(), mesh_of, strategy="states")
+    assert_golden(
+        changes(captured["exchange_mixers"]),
+        """\
+- cp_scan = cp_scan('associative_scan', 0, 2, child, child_1)
++ cp_scan = scanned_in_parts('associative_scan', 0, 2, child, child_1)""",
+    )
+    captured = steps(Recurrence(), mesh_of, strategy="states")
+    assert "exchanged" in changes(captured["exchange_mixers"])
 
 
 @in_two
