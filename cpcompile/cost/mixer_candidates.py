@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cpcompile.cost import mixer_prices
 from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.cost.mixer_plan import MixerStrategy
 from cpcompile.cost.mixer_shape_plan import MixerCandidate
-from cpcompile.cost.mixer_shapes import MixerKind, MixerShape, TokenValue
+from cpcompile.cost.mixer_shapes import KernelWork, MixerKind, MixerShape, TokenValue
 from cpcompile.cost.plans import Direction
 from cpcompile.geometry.layout import Chunks, leaves_ranks_empty
 
 _STEP = mixer_prices.WORK_OF_A_STEP
 RUNS = {Direction.FORWARD: 1, Direction.BACKWARD: _STEP - 1, Direction.BOTH: _STEP}
 """How often the work of a forward is done."""
+_CHANNELS = "value channels"
 _ONE_RANK = "one rank has all tokens"
 
 
@@ -23,17 +24,27 @@ _ONE_RANK = "one rank has all tokens"
 class MixerOnRanks:
     """A mixer that so many ranks share.
 
-    work: seconds of all of it on one device, in this direction.
+    kernel: what is taken to compute it.
     """
 
     shape: MixerShape
     profile: HardwareProfile
     ranks: int
     direction: Direction
-    work: float
+    kernel: KernelWork
+
+    @property
+    def work(self) -> float:
+        """Seconds of all of it on one device, in this direction."""
+        forward = self.shape.forward_seconds(self.profile, self.kernel)
+        return RUNS[self.direction] * forward
 
     def exchange(self) -> MixerCandidate:
-        """Price the exchange of tokens for heads, or for rows of a batch."""
+        """Price the exchange of tokens for heads, or for rows of a batch.
+
+        Or for the channels of values, if neither is dealt out evenly: every rank reads
+        what is not of values, and computes again what is made of that alone.
+        """
         shape, ranks = self.shape, self.ranks
         if ranks == 1:
             return MixerCandidate(MixerStrategy.EXCHANGE, excluded=_ONE_RANK)
@@ -41,8 +52,16 @@ class MixerOnRanks:
         reasons = {heads: self._too_few_heads(heads), "batch": ""}
         if leaves_ranks_empty(shape.batch, ranks):
             reasons["batch"] = f"batch {shape.batch} leaves one rank without a row"
+        entries = {heads: shape.entries, "batch": shape.batch}
+        even = [x for x in reasons if not reasons[x] and entries[x] % ranks == 0]
+        if shape.kind is not MixerKind.MAMBA and not even:
+            entries[_CHANNELS], reasons[_CHANNELS] = shape.value_dim, ""
+            if leaves_ranks_empty(shape.value_dim, ranks):
+                reasons[_CHANNELS] = (
+                    f"{shape.value_dim} {_CHANNELS} leave one rank without any"
+                )
         possible = [
-            self._exchanged(dim, shape.batch if dim == "batch" else shape.entries)
+            self._exchanged(dim, entries[dim])
             for dim, reason in reasons.items()
             if not reason
         ]
@@ -92,11 +111,11 @@ class MixerOnRanks:
     def _exchanged(self, dim: str, entries: int) -> MixerCandidate:
         """Price an exchange along a dimension of so many entries."""
         shape, profile, ranks = self.shape, self.profile, self.ranks
-        beyond = [mixer_prices.uneven_seconds(self.work, entries, ranks)]
+        beyond = [self._of_largest_part(dim, entries) - self.work / ranks]
         received = 0.0
         for value in (*shape.operands, shape.result):
             nbytes, passes = shape.nbytes(value), self._passes
-            if dim != "batch" and value.heads == 1 < entries:  # all entries read it
+            if self._is_read_by_all(value, dim, entries):
                 sizes = [nbytes]
                 beyond.append(
                     mixer_prices.gathered_seconds(profile, ranks, sizes, passes)
@@ -109,6 +128,25 @@ class MixerOnRanks:
                 received += nbytes * self._received_part(value, entries)
         strategy = MixerStrategy.EXCHANGE
         return self._candidate(strategy, math.fsum(beyond), received, dim)
+
+    def _is_read_by_all(self, value: TokenValue, dim: str, entries: int) -> bool:
+        """Tell whether all entries of a dimension read a value."""
+        if dim == _CHANNELS:
+            return not value.has_channels
+        return dim != "batch" and value.heads == 1 < entries
+
+    def _of_largest_part(self, dim: str, entries: int) -> float:
+        """Return the seconds of the rank that has the most entries.
+
+        It reads all of what all entries read, and may compute with that alone.
+        """
+        shape, most = self.shape, -(-entries // self.ranks)
+        if not any(self._is_read_by_all(x, dim, entries) for x in shape.operands):
+            return self.work * most / entries
+        part = replace(shape, value_dim=most)
+        if dim != _CHANNELS:
+            part = replace(shape, value_heads=most, value_dim=shape.entry_dim)
+        return replace(self, shape=part).work
 
     def _received_part(self, value: TokenValue, entries: int) -> float:
         """Return the part of a value that the first rank receives of others."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cpcompile.cost.hardware.profile import HardwareProfile, load_profile
-from cpcompile.cost.mixer_candidates import RUNS, MixerOnRanks
+from cpcompile.cost.mixer_candidates import MixerOnRanks
 from cpcompile.cost.mixer_plan import MixerStrategy
 from cpcompile.cost.mixer_shape_plan import MixerCandidate, MixerShapePlan
 from cpcompile.cost.mixer_shapes import KernelWork, MixerKind, MixerShape
@@ -120,8 +120,7 @@ def choose_mixer(
 
     Raises: ValueError if the forced strategy is not possible.
     """
-    one_device = RUNS[direction] * shape.forward_seconds(profile, work)
-    call = MixerOnRanks(shape, profile, ranks, direction, one_device)
+    call = MixerOnRanks(shape, profile, ranks, direction, work)
     candidates = sorted([call.exchange(), call.states(), call.gather()], key=_rank_of)
     chosen = candidates[0]
     if forced is not None:

@@ -57,10 +57,14 @@ _FLOPS_OF_A_SCAN = 9  # per channel and state: Dao and Gu, arXiv 2405.21060, app
 
 @dataclass(frozen=True)
 class TokenValue:
-    """An operand or a result: numbers of one token, in heads; one head is for all."""
+    """An operand or a result: numbers of one token, in heads; one head is for all.
+
+    has_channels: whether its numbers are those of values, which keep apart.
+    """
 
     numbers: int
     heads: int
+    has_channels: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,17 @@ class MixerShape:
     @property
     def entries(self) -> int:
         """Heads, or channels, that keep apart."""
-        is_scan = self.kind is MixerKind.MAMBA
-        return self.value_heads * (self.value_dim if is_scan else 1)
+        return self.value_heads * self.value_dim // self.entry_dim
+
+    @property
+    def entry_dim(self) -> int:
+        """Numbers of a value that an entry has."""
+        return 1 if self.kind is MixerKind.MAMBA else self.value_dim
 
     @property
     def result(self) -> TokenValue:
         """The result."""
-        return TokenValue(self.value_heads * self.value_dim, self.entries)
+        return TokenValue(self.value_heads * self.value_dim, self.entries, True)
 
     @property
     def operands(self) -> tuple[TokenValue, ...]:

@@ -27,18 +27,27 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
 
-def heads(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (HEADS, -1))
+def heads(x: Tensor, number: int = HEADS) -> Tensor:
+    return x.unflatten(-1, (number, -1))
 
 
 class LinearAttention(Mixer):
     """Katharopoulos et al., Transformers are RNNs (arXiv 2006.16236)."""
 
+    heads = HEADS
+
     def mix(self, q, k, v):
-        q, k, v = F.elu(heads(q)) + 1, F.elu(heads(k)) + 1, heads(v)
+        q, k, v = (heads(x, self.heads) for x in (q, k, v))
+        q, k = F.elu(q) + 1, F.elu(k) + 1
         states = torch.cumsum(k.unsqueeze(-1) * v.unsqueeze(-2), 1)
         sums = (q * torch.cumsum(k, 1)).sum(-1, keepdim=True)
         return ((q.unsqueeze(-1) * states).sum(-2) / sums).flatten(2)
+
+
+class SingleHead(LinearAttention):
+    """No rank can have a head of its own; channels of values keep apart, too."""
+
+    heads = 1
 
 
 class Retention(Mixer):
@@ -145,7 +154,7 @@ class NormOverHeads(LinearAttention):
 MIXERS = {
     cls.__name__: cls
     for cls in (
-        LinearAttention, Retention, WrittenChunks, WrittenTokens, LongConvolution,
-        MinGRU, GatedScan, NormOverHeads,
+        LinearAttention, SingleHead, Retention, WrittenChunks, WrittenTokens,
+        LongConvolution, MinGRU, GatedScan, NormOverHeads,
     )
 }  # fmt: skip

@@ -197,8 +197,9 @@ def markdown(record: dict[str, Any]) -> str:
         "## From how many tokens per rank on states are cheaper than an exchange",
         "",
         '"all": for any length. "none": an exchange is cheaper for long sequences, as '
-        'its messages cost less than computing summaries. "-": there are fewer heads '
-        "than ranks, so that there is no exchange.",
+        'its messages cost less than computing summaries. "-": one of both is '
+        "not possible. On more ranks than heads an exchange deals out the channels of "
+        "values, and gathers the rest.",
         "",
         *crossover_table(record["states_win_from"]),
         "",

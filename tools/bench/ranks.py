@@ -42,7 +42,7 @@ def in_processes(
     ]
     for process in processes:
         process.start()
-    while (item := queue.get(timeout=300)) is not None:
+    while (item := queue.get(timeout=900)) is not None:
         yield item
     for rank, process in enumerate(processes):
         process.join()

@@ -77,7 +77,7 @@ def _may_split(
     sizes = {
         x.shape[dim[name]]
         for name, x in zip(call.names, tensors, strict=True)
-        if name in dim
+        if name in dim and dim[name] < len(x.shape)
     } - {1}
     if len(sizes) == 1:
         return True
@@ -94,6 +94,8 @@ def _placements(
     placements: list[Placement] = []
     for dim in choice:
         at = dim.get(name)
+        if at is not None and shape is not None and at >= len(shape):
+            at = None
         if at is not None and (shape is None or shape[at] != 1):
             placements.append(Shard(at))
         elif is_gradient and dim is not _WHOLE:

@@ -55,6 +55,7 @@ def _delta_rule() -> Mixer:
         independent={
             "heads": dict.fromkeys(per_token, 2) | dict.fromkeys(states, 1),
             "batch": dict.fromkeys((*per_token, *states), 0),
+            "value channels": dict.fromkeys(("v", "return[0]", *states), 3),
         },
         state=MixerState(
             "initial_state",
@@ -104,6 +105,9 @@ def _chunk_scan() -> Mixer:
             | dict.fromkeys(per_head, 0)
             | dict.fromkeys(states, 1),
             "batch": dict.fromkeys((*per_token, *states, "seq_idx"), 0),
+            "value channels": dict.fromkeys(("x", "z", "return", "return[0]"), 3)
+            | dict.fromkeys(states, 2)
+            | {"D": 1},  # or one number for all channels of a head
         },
         state=MixerState("initial_states", "return_final_states", "return[1]", ("x",)),
         results=_scan_results,

@@ -54,7 +54,8 @@ class Mixer:
 
     tokens: the dimension of the tokens, by name of an argument or a result.
     independent: by name of a dimension, such as "heads": where it is in arguments and
-        results. Entries do not meet, and what is not listed is the same for all.
+        results. Entries do not meet, and what is not listed is the same for all, as is
+        an argument of fewer dimensions.
     state: how it is called in parts, one after another; None if it cannot be.
     results: returns empty results for arguments by their names; None: the function is
         run on fake tensors.

@@ -12,7 +12,7 @@ In all of it a rank can compute its own entries alone.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ CREATIONS = (
 class DimClass:
     """The values of a graph and its checkpoint regions that have the same entries.
 
-    dims: by value, the dimension that has them.
+    dims: by value, the dimension that has them. whole: values that ranks have in whole,
+    whatever flows into them.
     """
 
     def __init__(
@@ -49,11 +50,12 @@ class DimClass:
         links: Mapping[fx.Node, list[fx.Node]],
         entries: int,
         ranks: int,
+        whole: Iterable[fx.Node] = (),
     ) -> None:
         self.flows, self.links = flows, links
         self.entries, self.ranks = entries, ranks
         self.dims: dict[fx.Node, TokenDim] = {}
-        self._torn: set[fx.Node] = set()
+        self._torn = set(whole)
         self._waiting: list[fx.Node] = []
 
     def grow(self, seeds: Mapping[fx.Node, TokenDim]) -> None:

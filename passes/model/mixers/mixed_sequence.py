@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch.fx as fx
 from torch.distributed.tensor import Shard
@@ -17,7 +17,7 @@ from ...graph.calls import canonical_call, spelled
 from ...graph.context import Context, InputKind
 from ...graph.cp_attention import is_cp_attention
 from ...graph.effects import is_in_place
-from ...graph.mixer_calls import is_mixer, result_roles
+from ...graph.mixer_calls import is_mixer, mixer_call, mixer_operands, result_roles
 from ...graph.nodes import (
     all_graphs,
     all_nodes,
@@ -83,26 +83,65 @@ class MixedSequence:
         return not (self.tokens.is_local(node) or self.tokens.is_sum(node))
 
     def classes_of(self, node: fx.Node) -> Iterator[DimClass]:
-        """Yield the classes of dimensions that a call treats entry by entry."""
-        for operand in node.all_input_nodes:
-            if operand not in self.tokens.dims:
+        """Yield the classes of dimensions that a call treats entry by entry.
+
+        Of a known mixer first those that all of its operands have. Others, of which
+        every rank reads some in whole, are for ranks that cannot share the first.
+        """
+        operands = [x for x in node.all_input_nodes if x in self.tokens.dims]
+        if not is_mixer(node):
+            for operand in operands:
+                for dim in range(fake_value(operand).ndim):
+                    yield from self._class_of(node, operand, dim)
+            return
+        are_even = False
+        claims = [
+            [
+                (x, dims[name])
+                for name, x in mixer_operands(node).items()
+                if name in dims
+            ]
+            for dims in mixer_call(node).mixer.independent.values()
+        ]
+        for claim in sorted(claims, key=len, reverse=True):
+            claim = [(x, dim) for x, dim in claim if x in operands]
+            if are_even and len(claim) < len(operands):
                 continue
-            for dim, size in enumerate(fake_value(operand).shape):
-                if dim == self.tokens.dims[operand].dim or is_symbol(size):
-                    continue  # a symbol may be less than the ranks another time
-                size = expected(size)  # a guard may have fixed it
-                if leaves_ranks_empty(size, self.ranks):
-                    continue  # views of empty parts fail
-                known = next(
-                    (c for c in self.classes if c.dims.get(operand) == TokenDim(dim)),
-                    None,
-                )
-                if known is None:
-                    known = DimClass(self._flows, self.links, size, self.ranks)
-                    known.grow({operand: TokenDim(dim)})
-                    self.classes.append(known)
-                if known.is_local(node):
-                    yield known
+            whole = [x for x in operands if x not in dict(claim)]
+            for operand, dim in claim:
+                entries = next(self._class_of(node, operand, dim, whole), None)
+                if entries is not None:
+                    are_even |= entries.entries % self.ranks == 0
+                    yield entries
+                    break
+
+    def _class_of(
+        self,
+        node: fx.Node,
+        operand: fx.Node,
+        dim: int,
+        whole: Sequence[fx.Node] = (),
+    ) -> Iterator[DimClass]:
+        """Yield the class of a dimension, if a call treats it entry by entry.
+
+        whole: operands of which the call needs all for each entry. The dimension may
+        be theirs, too, as of q, k and v that one projection makes.
+        """
+        size = fake_value(operand).shape[dim]
+        if dim == self.tokens.dims[operand].dim or is_symbol(size):
+            return  # a symbol may be less than the ranks another time
+        size = expected(size)  # a guard may have fixed it
+        if leaves_ranks_empty(size, self.ranks):
+            return  # views of empty parts fail
+        known = next(
+            (c for c in self.classes if c.dims.get(operand) == TokenDim(dim)), None
+        )
+        if known is None:
+            known = DimClass(self._flows, self.links, size, self.ranks, whole)
+            known.grow({operand: TokenDim(dim)})
+            self.classes.append(known)
+        if known.is_local(node):
+            yield known
 
     def is_written(self, node: fx.Node) -> bool:
         """Tell whether a call writes to the memory of a value, or of an operand."""

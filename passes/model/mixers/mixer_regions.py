@@ -129,7 +129,7 @@ class RegionFinder:
         local &= not any(self._sequence.is_written(x) for x in gathered)
         moved = 0.0 if local and not stays_on_tokens(node) else None
         if moved is not None:
-            moved = self._seconds.in_uneven_parts(node, entries.entries)
+            moved = self._seconds.in_uneven_parts(node, entries)
             moved += self._seconds.of_gather(gathered)
         in_full = self._seconds.in_full(node)
         if not self._sequence.mixes(node):

@@ -44,7 +44,7 @@ class MixerSeconds:
         prices, dims = self._on_tokens(node), self._sequence.tokens.dims
         values = [x for x in (*node.all_input_nodes, *node.users) if x in dims]
         exchanges = [
-            self.in_uneven_parts(node, entries.entries)
+            self.in_uneven_parts(node, entries)
             + math.fsum(self._on_entries(x, entries) for x in values)
             for entries in self._sequence.classes_of(node)
         ]
@@ -152,20 +152,30 @@ class MixerSeconds:
         """Return the seconds of a call on every rank, beyond those of a share."""
         return mixer_prices.repeated_seconds(self.of_work(node), self._ctx.ranks)
 
-    def in_uneven_parts(self, node: fx.Node, entries: int) -> float:
-        """Return the seconds of the largest part of a call, beyond those of a share."""
-        work = self.of_work(node)
-        return mixer_prices.uneven_seconds(work, entries, self._ctx.ranks)
+    def in_uneven_parts(self, node: fx.Node, entries: DimClass) -> float:
+        """Return the seconds of the largest part of a call, beyond those of a share.
 
-    def of_work(self, node: fx.Node) -> float:
-        """Return the seconds of a call in full.
+        A rank may compute again what all of the entries of a known mixer read.
+        """
+        work, ranks = self.of_work(node), self._ctx.ranks
+        if is_mixer(node) and not entries.dims.keys() >= {
+            x for x in node.all_input_nodes if x in self._sequence.tokens.dims
+        }:
+            return self.of_work(node, entries) - work / ranks
+        return mixer_prices.uneven_seconds(work, entries.entries, ranks)
+
+    def of_work(self, node: fx.Node, entries: DimClass | None = None) -> float:
+        """Return the seconds of a call in full; given entries, of a rank's part of it.
 
         Its memory is read and written once; of a mixer that is kept whole we know more.
         """
         profile, backward = self._ctx.profile, self._ctx.backward
         if is_mixer(node):
             call = mixer_call(node)
-            operands = {k: fake_value(x) for k, x in mixer_operands(node).items()}
+            operands = {
+                name: self._part_of(x, entries)
+                for name, x in mixer_operands(node).items()
+            }
             work = forward_work(str(call), shapes_of([*operands.values()]))
             if not work.is_counted and call.mixer.shape is not None:
                 runs = mixer_prices.WORK_OF_A_STEP if backward else 1
@@ -175,6 +185,16 @@ class MixerSeconds:
         sizes = map(bytes_of, (node, *node.all_input_nodes))
         passes = 3 if backward else 1
         return passes * sum(sizes) / profile.memory_bytes_per_second
+
+    def _part_of(self, node: fx.Node, entries: DimClass | None) -> Tensor:
+        """Return a value without data; given entries, the first rank's part of them."""
+        value: Tensor = fake_value(node)
+        dim = None if entries is None else entries.dims.get(node)
+        if dim is None:
+            return value
+        sizes = list(value.shape)
+        sizes[dim.dim] = -(-sizes[dim.dim] // self._ctx.ranks)
+        return value.new_empty(sizes)
 
 
 def bytes_of(node: fx.Node) -> float:

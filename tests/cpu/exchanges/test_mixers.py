@@ -67,6 +67,7 @@ def test_what_is_exchanged_is_listed(pools):
 @pytest.mark.slow(
     but=[
         "LinearAttention-2-2-16",
+        "SingleHead-3-1-20",
         "Retention-2-1-16",
         "WrittenChunks-2-1-16",
         "LongConvolution-3-1-20",

@@ -45,18 +45,18 @@ def test_linear_attention_by_heads(mesh_of):
     assert_golden(
         changes(step),
         """\
-+ exchanged = exchanged(q_1, 1, 2)
-+ exchanged_1 = exchanged(k_1, 1, 2)
-- unsqueeze = .unsqueeze(k_1, -1)
++ exchanged = exchanged(q_2, 1, 2)
++ exchanged_1 = exchanged(k_2, 1, 2)
+- unsqueeze = .unsqueeze(k_2, -1)
 + unsqueeze = .unsqueeze(exchanged_1, -1)
 + exchanged_2 = exchanged(unsqueeze_1, 1, 2)
 - mul = mul(unsqueeze, unsqueeze_1)
 + mul = mul(unsqueeze, exchanged_2)
-- cumsum_1 = cumsum(k_1, 1)
+- cumsum_1 = cumsum(k_2, 1)
 + cumsum_1 = cumsum(exchanged_1, 1)
-- mul_1 = mul(q_1, cumsum_1)
+- mul_1 = mul(q_2, cumsum_1)
 + mul_1 = mul(exchanged, cumsum_1)
-- unsqueeze_2 = .unsqueeze(q_1, -1)
+- unsqueeze_2 = .unsqueeze(q_2, -1)
 + unsqueeze_2 = .unsqueeze(exchanged, -1)
 + exchanged_3 = exchanged(truediv, 2, 1)
 - flatten = .flatten(truediv, 2)
@@ -212,6 +212,30 @@ def test_a_kept_call_by_heads(mesh_of):
 + exchanged_1 = exchanged(y, 2, 1)
 - flatten = .flatten(y, 2)
 + flatten = .flatten(exchanged_1, 2)""",
+    )
+
+
+@pytest.mark.parametrize("mesh_of", [8], indirect=True)
+def test_a_kept_call_of_few_heads(mesh_of):
+    """Four heads of sixteen channels: ranks share channels, and read all keys."""
+    step = kept(mesh_of, "exchange")
+    assert step.rewrites == 1
+    assert_golden(
+        changes(step),
+        """\
++ exchanged = exchanged(q, 1, None)
++ exchanged_1 = exchanged(k, 1, None)
++ exchanged_2 = exchanged(v, 1, 3)
++ exchanged_3 = exchanged(beta, 1, None)
++ exchanged_4 = exchanged(neg, 1, None)
+- mixer_default = cp.mixer([q, k, v, neg, beta],
+    call='fla.ops.gated_delta_rule:chunk_gated_delta_rule(q, k, v, g, beta)')
++ mixer_default = cp.mixer([exchanged, exchanged_1, exchanged_2, exchanged_4,
+    exchanged_3],
+    call='fla.ops.gated_delta_rule:chunk_gated_delta_rule(q, k, v, g, beta)')
++ exchanged_5 = exchanged(y, 3, 1)
+- flatten = .flatten(y, 2)
++ flatten = .flatten(exchanged_5, 2)""",
     )
 
 

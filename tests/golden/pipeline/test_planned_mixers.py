@@ -77,8 +77,11 @@ CASES = [
     (16, DELTA, True, (1, 16 * 512, 32, 32, 128, 128), "exchange"),
     (16, DELTA, True, (1, 16 * 8192, 32, 32, 128, 128), "states"),
     (16, DELTA, False, (1, 16 * 512, 32, 32, 128, 64), "exchange"),
-    # Heads do not suffice, rows of a batch do; nothing does, and tokens are few.
+    # Heads do not suffice: rows of a batch do, or channels; tokens are few.
     (16, DELTA, True, (16, 16 * 64, 8, 8, 128, 128), "exchange"),
+    (16, DELTA, True, (1, 16 * 1024, 8, 8, 128, 128), "states"),
+    (8, DELTA, True, (1, 8 * 1024, 4, 4, 128, 128), "states"),
+    (8, SCAN, True, (1, 8 * 512, 1, 4, 128, 64), "states"),
     (32, DELTA, True, (1, 32 * 4, 24, 24, 128, 128), "gather"),
     (8, SCAN, True, (1, 8 * 64, 1, 80, 128, 64), "exchange"),
     (8, SCAN, True, (1, 8 * 8192, 1, 80, 128, 64), "exchange"),
@@ -103,8 +106,8 @@ def test_plan_and_pass_agree(mesh_of, kind, backward, sizes, strategy):
 
 @pytest.mark.parametrize("mesh_of", [3], indirect=True)
 def test_plan_and_pass_exclude_alike(mesh_of):
-    """Two numbers of heads, of which three ranks divide one."""
-    sizes = (1, 3 * 64, 4, 12, 64, 64)
+    """Two numbers of heads, of which three ranks divide one, and two channels."""
+    sizes = (1, 3 * 64, 4, 12, 64, 2)
     prices = dict(decided(mesh_of, DELTA, True, sizes).seconds)
     plan = planned(mesh_of, DELTA, True, sizes)
     assert {*dict(plan.seconds)} == {*prices}

@@ -117,12 +117,13 @@ def test_one_rank_exchanges_nothing():
 @pytest.mark.parametrize(
     ("changes", "strategy", "reason"),
     [
-        ({"ranks": 64}, EXCHANGE,
+        ({"ranks": 64, "value_dim": 32}, EXCHANGE,
          "32 heads leave one of 64 ranks without any; batch 1 leaves one rank without "
-         "a row"),
-        ({"ranks": 32, "key_heads": 16}, EXCHANGE,
+         "a row; 32 value channels leave one rank without any"),
+        ({"ranks": 32, "key_heads": 16, "value_dim": 16}, EXCHANGE,
          "16 key and 32 value heads are not both multiples of 32 ranks (repeat keys "
-         "for every value head); batch 1 leaves one rank without a row"),
+         "for every value head); batch 1 leaves one rank without a row; 16 value "
+         "channels leave one rank without any"),
         ({"seq": 9, "ranks": 8}, STATES, "9 tokens leave one of 8 ranks without any"),
         ({"kind": "mamba"}, STATES,
          "functions of mamba take no state to begin with"),
@@ -171,7 +172,8 @@ def test_states_win_from_the_tokens_that_are_named(hardware, work):
 
 
 def test_states_cannot_win_where_one_of_both_is_not_possible():
-    plan = planned(ranks=64)
+    """Neither heads nor channels of values suffice."""
+    plan = planned(ranks=64, value_dim=32)
     assert states_win_from(plan.shape, plan.profile, 64) is None
 
 
