@@ -190,17 +190,20 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
 ) -> Tensor:
     """zxbcdt [B, S, 2 M + 2 H P + 2 G N + H], where M channels are no scan's."""
-    assert seq_idx is None
     heads, states = len(D), (len(conv1d_weight) - len(D) * headdim) // ngroups // 2
     ends = (heads * headdim, heads * headdim + 2 * ngroups * states, heads)
     mlp, z, xbc, dt = zxbcdt.split([zxbcdt.shape[-1] - sum(ends), *ends], -1)
-    xbc = causal_conv1d_fn(xbc.mT, conv1d_weight, conv1d_bias, activation=activation)
+    xbc = causal_conv1d_fn(
+        xbc.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation
+    )
     x, b, c = xbc.mT.tensor_split(
         [heads * headdim, heads * headdim + ngroups * states], -1
     )
     b, c = (y.unflatten(-1, (ngroups, states)) for y in (b, c))
     x, dt = x.unflatten(-1, (heads, headdim)), dt + dt_bias
-    y = mamba_chunk_scan_combined(x, dt, A, b, c, chunk_size, D, dt_softplus=True)
+    y = mamba_chunk_scan_combined(
+        x, dt, A, b, c, chunk_size, D, dt_softplus=True, seq_idx=seq_idx
+    )
     y = y.flatten(2)
     if rmsnorm_weight is None:
         y = y * F.silu(z)

@@ -8,6 +8,7 @@ at once is independent along no dimension: its parts are.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,43 @@ def in_torch(function: Any) -> Callable[..., Any] | None:
         scan = getattr(sys.modules.get(function.__module__), scan_name, None)
         return None if scan is None else _with_scan(parts, scan)
     return None
+
+
+def with_documents(function: Any) -> Callable[..., Any] | None:
+    """Return what is called in place of a fused function for packed documents, or None.
+
+    The packages' own scan and convolution keep the documents apart.
+    """
+    taken = None
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    if package == "transformers" and hasattr(function, "__wrapped__"):
+        variables = inspect.getclosurevars(function).nonlocals
+        function = variables.get("implementation")
+        taken = variables.get("applicable_params")
+        package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    name = getattr(function, "__name__", None)
+    if package != "mamba_ssm" or name != "mamba_split_conv1d_scan_combined":
+        return None
+    home = sys.modules.get(function.__module__)
+    scan = getattr(home, "mamba_chunk_scan_combined", None)
+    convolve = getattr(sys.modules.get("causal_conv1d"), "causal_conv1d_fn", None)
+    if scan is None or convolve is None:
+        return None
+    return _of_documents(scan, convolve, taken)
+
+
+@functools.cache
+def _of_documents(
+    scan: Any, convolve: Any, taken: tuple[str, ...] | None
+) -> Callable[..., Any]:
+    parts = split_scan(scan, convolve)
+    if taken is None:
+        return parts
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return parts(*args, **{name: kwargs[name] for name in kwargs if name in taken})
+
+    return call
 
 
 @functools.cache  # Dynamo's guards want the same function each time
@@ -76,7 +114,9 @@ def causal_convolution(
     return (F.silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
 
 
-def split_scan(scan: Callable[..., Any]) -> Callable[..., Tensor]:
+def split_scan(
+    scan: Callable[..., Any], convolve: Callable[..., Tensor] = causal_convolution
+) -> Callable[..., Tensor]:
     """Return what mamba_split_conv1d_scan_combined computes, with a scan of Mamba2."""
 
     def parts(
@@ -88,7 +128,7 @@ def split_scan(scan: Callable[..., Any]) -> Callable[..., Tensor]:
         D: Tensor,
         chunk_size: int,
         initial_states: None = None,
-        seq_idx: None = None,
+        seq_idx: Tensor | None = None,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         return_final_states: bool = False,
         activation: str | None = "silu",
@@ -105,8 +145,13 @@ def split_scan(scan: Callable[..., Any]) -> Callable[..., Tensor]:
         grouped = (conv1d_weight.shape[0] - dim) // 2  # channels of B, and of C
         beside = zxbcdt.shape[-1] - 2 * dim - 2 * grouped - heads
         mlp, z, xbc, dt = zxbcdt.split([beside, dim, dim + 2 * grouped, heads], -1)
-        xbc = causal_convolution(
-            xbc.transpose(1, 2), conv1d_weight, conv1d_bias, activation=activation
+        documents = {} if seq_idx is None else {"seq_idx": seq_idx}
+        xbc = convolve(
+            xbc.transpose(1, 2),
+            conv1d_weight,
+            conv1d_bias,
+            activation=activation,
+            **documents,
         ).transpose(1, 2)
         x, b, c = xbc.split([dim, grouped, grouped], -1)
         gate = None if rmsnorm_weight is not None else z.unflatten(-1, (heads, -1))
@@ -122,6 +167,7 @@ def split_scan(scan: Callable[..., Any]) -> Callable[..., Tensor]:
             dt_bias=dt_bias,
             dt_softplus=True,
             dt_limit=dt_limit,
+            **documents,
         ).flatten(2)
         if rmsnorm_weight is not None:
             y = _gated_norm(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpcompile.logs import warn_once
-from cpcompile.ops.mixers.in_torch import in_torch
+from cpcompile.ops.mixers.in_torch import in_torch, with_documents
 from cpcompile.ops.mixers.mixer_call import MixerCall, UnknownForm, is_found_by_name
 from cpcompile.ops.mixers.registry import mixer_of
 
@@ -34,6 +34,10 @@ def keep(
     other = in_torch(function)
     if other is not None and _is_plain(function, other, args, kwargs):
         return other
+    if kwargs.get("seq_idx") is not None:
+        other = with_documents(function)
+        if other is not None and _is_plain(function, other, args, kwargs, ["seq_idx"]):
+            return other
     if mixer_of(function) is None:
         _warn_of_form(function, "with documents, states or other options")
         return None
@@ -78,11 +82,16 @@ _NOT_IN_TORCH = (
 
 
 def _is_plain(
-    function: Any, other: Any, args: list[Any], kwargs: dict[str, Any]
+    function: Any,
+    other: Any,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    takes: Sequence[str] = (),
 ) -> bool:
     """Tell whether `other` computes a call, which has no documents, and no states.
 
     Packages differ by version: both have to call the arguments alike, by position too.
+    takes: what it takes all the same.
     """
     try:
         own = inspect.signature(function)
@@ -97,4 +106,8 @@ def _is_plain(
         return False
     if any(isinstance(x, Tensor) and x.is_complex() for x in values.values()):
         return False
-    return all(values.get(x) is None or values[x] is False for x in _NOT_IN_TORCH)
+    return all(
+        values.get(x) is None or values[x] is False
+        for x in _NOT_IN_TORCH
+        if x not in takes
+    )

@@ -1,6 +1,7 @@
 """Calls of mixers as text and as an operator, and what is claimed of functions."""
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -277,6 +278,20 @@ def test_a_convolution_of_documents_stays_a_kernel(by_name):
         kept = keep(function, args, {"seq_idx": documents} if by_name else {})
         assert isinstance(kept, tuple)
         assert MixerCall.of_text(kept[1]).names[-1] == "seq_idx"
+
+
+def test_a_fused_call_of_documents_takes_the_kernels_of_both_packages(monkeypatch):
+    """One of torch would not keep documents apart."""
+    with stand_ins() as kernels:
+        function = kernels["mamba_split_conv1d_scan_combined"]
+        args = [torch.ones(1, 5, 2)] + [torch.ones(2, 3)] * 5 + [8]
+        plain = keep(function, args, {})
+        documents = {"seq_idx": torch.zeros(1, 5, dtype=torch.int32)}
+        ours = keep(function, args, documents)
+        assert callable(plain) and callable(ours) and ours is not plain
+        assert keep(function, args, documents) is ours
+        monkeypatch.delitem(sys.modules, "causal_conv1d")
+        assert keep(function, args, documents) is None
 
 
 def test_a_wrapper_of_a_known_function_is_not_that_function():
