@@ -26,6 +26,7 @@ from cpcompile.torch_private.dynamo import (
 from .graph.context import Context
 from .graph.graph_pass import GraphPass, PassRun
 from .graph.readable import readable
+from .joint.record_mixers import record_mixers
 from .joint.tiling.sink_slices import sink_slices
 from .joint.tiling.tile_tokens import Tiling, tile_tokens
 from .local.expand_ring import expand_ring
@@ -80,6 +81,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
 JOINT: tuple[GraphPass[Tiling], ...] = (
     sink_slices,  # before tile_tokens: what is cut later is no large value any more
     tile_tokens,
+    record_mixers,  # last: what it saves is what the calls read in the end
 )
 
 # Each runs at a place of its own in Inductor's compilation, with a context of its own.

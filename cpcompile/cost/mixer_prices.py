@@ -19,7 +19,7 @@ from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.cost.relayout_cost import relayout_seconds
 
 BYTES_OF_STATES = 4  # mixers compute in float32, whatever their operands are
-WORK_OF_A_STEP = 4  # the backward computes the forward again, and two gradients
+WORK_OF_A_STEP = 3  # the backward computes the gradients of both operands of products
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """cp::mixer: a call of a function that mixes tokens, as one operator.
 
 Nothing is known of what the function does with its tensors: it runs in eager, with the
-kernel that it has. Its backward runs it again with gradients, which is what fla's and
-mamba_ssm's kernels do of what they keep, and leaves no values of the inside to be kept.
+kernel that it has. Where a backward follows, `record_mixers` has the forward record it
+(cp::mixer_recorded), and the backward uses the record; else it runs the function again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from cpcompile.ops.mixers.mixer_call import MixerCall
+from cpcompile.ops.mixers.recordings import Recording, recording_of, token_of
 from cpcompile.torch_private.dispatch_modes import outside_of_operators
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
@@ -41,6 +43,41 @@ def _(tensors: list[Tensor], call: str) -> list[Tensor]:
     return _empty(call, tensors)
 
 
+# A CUDA graph would be replayed without what is recorded.
+@torch.library.custom_op(
+    "cp::mixer_recorded", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def mixer_recorded(tensors: list[Tensor], needed: list[int], call: str) -> list[Tensor]:
+    """Make a call of a mixer, and record it for cp::mixer_backward.
+
+    Args: as for cp::mixer and cp::mixer_backward.
+
+    Returns: the results of cp::mixer; copies of `tensors`, which the backward takes;
+    and a token, which it takes, too. What is recorded is freed with the token.
+    """
+    as_it_is = saved_tensors_hooks(lambda x: x, lambda x: x)  # a checkpoint's stay away
+    with outside_of_operators(), torch.enable_grad(), as_it_is:
+        leaves = [_copy(x) for x in tensors]
+        operands = [x.detach() for x in leaves]
+        for i in needed:
+            leaves[i].requires_grad_()
+        results = MixerCall.of_text(call).run(leaves)
+    given = _checked(call, tensors, [_copy(x) for x in results])
+    return [*given, *operands, token_of(Recording(leaves, results))]
+
+
+@mixer_recorded.register_fake
+def _(tensors: list[Tensor], needed: list[int], call: str) -> list[Tensor]:
+    copies = [x.new_empty(x.shape) for x in tensors]
+    token = torch.empty(1, dtype=torch.int64, device="cpu")
+    return [*_empty(call, tensors), *copies, token]
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Copy x; see Note [Memory that a compiler writes to] in recordings.py."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
 @torch.library.custom_op("cp::mixer_backward", mutates_args=())
 def mixer_backward(
     grads: list[Tensor],
@@ -48,8 +85,12 @@ def mixer_backward(
     graded: list[int],
     needed: list[int],
     call: str,
+    token: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of a call of a mixer, by running it again.
+    """Return the gradients of a call of a mixer.
+
+    They come from what was recorded, or by running the function again: without a token,
+    a second time, or if `tensors` were computed again since.
 
     Args:
         grads: gradients of results.
@@ -57,11 +98,17 @@ def mixer_backward(
         graded: the numbers of the results that `grads` are of.
         needed: the numbers of the tensors whose gradients are returned.
         call: as for cp::mixer.
+        token: of cp::mixer_recorded.
     """
+    recording = None if token is None else recording_of(token, tensors)
     with outside_of_operators(), torch.enable_grad():
-        leaves = [x.detach() for x in tensors]
-        inputs = [leaves[i].requires_grad_() for i in needed]
-        results = MixerCall.of_text(call).run(leaves)
+        if recording is None:
+            leaves = [x.detach() for x in tensors]
+            for i in needed:
+                leaves[i].requires_grad_()
+            recording = Recording(leaves, MixerCall.of_text(call).run(leaves))
+        inputs = [recording.operands[i] for i in needed]
+        results = recording.results
         outputs = [results[i] for i in graded]
         pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if x.requires_grad]
         assert pairs or not needed, f"{call} has recorded nothing"
@@ -84,6 +131,7 @@ def _(
     graded: list[int],
     needed: list[int],
     call: str,
+    token: Tensor | None = None,
 ) -> list[Tensor]:
     return [tensors[i].new_empty(tensors[i].shape) for i in needed]
 

@@ -23,7 +23,7 @@ from cpcompile.torch_private.dispatch_modes import TorchDispatchMode
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 _TOKENS = 128  # two chunks of most functions
-_OF_BACKWARD = 3  # it computes the forward again, and two gradients of each product
+_OF_BACKWARD = 2  # gradients of both operands of each product
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
@@ -87,9 +87,20 @@ def register() -> None:
 
     @register_flop_formula(torch.ops.cp.mixer_backward)
     def backward(
-        grads: Any, tensors: Any, graded: Any, needed: Any, call: str, **_: Any
+        grads: Any,
+        tensors: Any,
+        graded: Any,
+        needed: Any,
+        call: str,
+        token: Any = None,
+        **_: Any,
     ) -> int:
-        return _OF_BACKWARD * _flops(tensors, call)
+        again = 1 if token is None else 0
+        return (_OF_BACKWARD + again) * _flops(tensors, call)
+
+    @register_flop_formula(torch.ops.cp.mixer_recorded)
+    def recorded(tensors: Any, needed: Any, constants: Any, call: str, **_: Any) -> int:
+        return _flops(tensors, call)
 
 
 def _flops(tensors: Sequence[Sequence[int]], call: str) -> int:
