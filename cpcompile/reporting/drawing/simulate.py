@@ -49,9 +49,17 @@ from cpcompile.reporting.drawing.simulated_clocks import (
 def timeline(
     candidate: Candidate, workload: Workload, profile: HardwareProfile, rows: int = 16
 ) -> Timeline:
-    """Simulate when `candidate`, of a plan of `workload` and `profile`, does what."""
+    """Simulate when `candidate`, of a plan of `workload` and `profile`, does what.
+
+    Raises: ValueError for a strategy whose clocks are not known here.
+    """
+    simulate = _SIMULATED.get(candidate.strategy)
+    if simulate is None:
+        raise ValueError(
+            f"timeline: got the strategy {candidate.strategy.value!r}; needed one of "
+            f"{[known.value for known in _SIMULATED]}"
+        )
     run = SimulatedRun(candidate, workload, profile, rows)
-    simulate = _SIMULATED.get(candidate.strategy, _ring)
     for backward in (False, True):
         if workload.direction in (
             Direction.BOTH,
@@ -188,4 +196,10 @@ def _relayout_seconds(run: SimulatedRun) -> float:
     return run.value(ulysses.relayout_seconds())
 
 
-_SIMULATED = {Strategy.ALL_GATHER: _all_gather, Strategy.SPLIT_KV: _split_kv}
+_SIMULATED = {
+    Strategy.RING: _ring,
+    Strategy.ALL_GATHER: _all_gather,
+    Strategy.ULYSSES: _ring,
+    Strategy.HYBRID: _ring,
+    Strategy.SPLIT_KV: _split_kv,
+}

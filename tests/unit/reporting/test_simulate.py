@@ -1,6 +1,7 @@
 """Timelines end when the cost model says, and their parts are what it adds up."""
 
 from dataclasses import replace
+from enum import Enum
 from itertools import pairwise
 
 import pytest
@@ -141,3 +142,21 @@ def test_many_ranks_are_shown_from_the_first_to_the_last():
     assert shown.positions == 256
     assert [row.rank for row in shown.rows] == [0, 64, 128, 191, 255]
     assert shown.seconds == pytest.approx(ring.seconds, rel=1e-9)
+
+
+def test_a_strategy_without_clocks_is_not_drawn_as_another():
+    new = Enum("new", {"BROADCAST": "broadcast"}).BROADCAST
+    plan = a_plan(H100)
+    with pytest.raises(ValueError, match="got the strategy 'broadcast'; needed one of"):
+        timeline(replace(plan.chosen, strategy=new), plan.workload, H100)
+
+
+def test_every_strategy_is_drawn():
+    many, few = a_plan(H100), a_plan(H100, direction="forward", seq=1, kv_seq=8192)
+    drawn = {
+        timeline(each, plan.workload, H100).candidate.strategy
+        for plan in (many, few)
+        for each in plan.candidates
+        if each.seconds is not None
+    }
+    assert drawn == set(Strategy)
