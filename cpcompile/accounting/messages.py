@@ -27,7 +27,7 @@ from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.halo_exchange import tokens_received
 from cpcompile.ops.comm.relayout import share
-from cpcompile.ops.step.block_attention import call_kernel
+from cpcompile.ops.step.kernel_choice import call_kernel
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.strategies.ring_masks import under_mask
 from cpcompile.ops.strategies.ring_schedule import Ring

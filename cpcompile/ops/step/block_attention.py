@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from cpcompile.geometry.blocks import Block
-from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
-from cpcompile.ops.attention_spec import AttentionInputs
+from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.step.aten_flash import flash_forward, is_too_small
 from cpcompile.ops.step.math_attention import (
     HIDDEN,
@@ -66,28 +65,6 @@ def block_attention(
     return out, lse.masked_fill(mask.amax(-1) == HIDDEN, HIDDEN)
 
 
-def masked_kernel(
-    q_BHRD: Tensor,
-    v_BGKE: Tensor,
-    bias: Tensor | None,
-    changes: bool = False,
-    table: bool = False,
-) -> StepKernel:
-    """Choose the kernel for such a call, see masked_step_kernel.
-
-    changes, table: changes_scores and has_table of the inputs.
-    """
-    return masked_step_kernel(
-        q_BHRD.device.type,
-        q_BHRD.dtype,
-        q_BHRD.shape[-1],
-        v_BGKE.shape[-1],
-        None if bias is None else bias.dtype,
-        changes,
-        table,
-    )
-
-
 def mask_dtype(q: Tensor, kernel: StepKernel) -> torch.dtype:
     """Return the dtype in which `kernel` takes a mask."""
     return accumulation_dtype(q.dtype) if kernel is StepKernel.MATH else q.dtype
@@ -121,35 +98,6 @@ def without_column(grad_BHRE: Tensor, v_BGKE: Tensor) -> Tensor:
     if grad_BHRE.shape[-1] == v_BGKE.shape[-1]:
         return grad_BHRE
     return grad_BHRE[..., : v_BGKE.shape[-1]].contiguous()
-
-
-def call_kernel(
-    q_BHRD: Tensor,
-    v_BGKE: Tensor,
-    inputs: AttentionInputs,
-    bias_grad: bool = False,
-    grad_lse_BHR: Tensor | None = None,
-) -> StepKernel:
-    """Choose the kernel for the steps of a call, under a mask or without one.
-
-    bias_grad, grad_lse_BHR: of a backward; flash needs room for the column.
-    """
-    if inputs.has_modifiers:
-        return kernel_of_masked(q_BHRD, v_BGKE, inputs, bias_grad)
-    operand = (q_BHRD.device.type, q_BHRD.dtype, q_BHRD.shape[-1])
-    kernel = step_kernel(*operand, v_BGKE.shape[-1])
-    if kernel is StepKernel.FLASH and grad_lse_BHR is not None:
-        kernel = step_kernel(*operand, v_BGKE.shape[-1] + 1)
-    return kernel
-
-
-def kernel_of_masked(
-    q_BHRD: Tensor, v_BGKE: Tensor, inputs: AttentionInputs, bias_grad: bool = False
-) -> StepKernel:
-    """Choose the kernel of MaskedRows; bias_grad: of a backward."""
-    bias = None if inputs.inlined(bias_grad) else inputs.bias
-    changes, table = inputs.spec.changes_scores, inputs.has_table
-    return masked_kernel(q_BHRD, v_BGKE, bias, changes, table)
 
 
 def rows_of(x: Tensor, block: Block) -> Tensor:

@@ -26,12 +26,8 @@ from cpcompile.ops.step.attention_step_backward import (
     attention_step_dkdv,
     attention_step_dq,
 )
-from cpcompile.ops.step.block_attention import (
-    call_kernel,
-    kernel_of_masked,
-    row_dots,
-    with_column,
-)
+from cpcompile.ops.step.block_attention import row_dots, with_column
+from cpcompile.ops.step.kernel_choice import call_kernel, kernel_of_masked
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import new_bias_gradient
 from cpcompile.ops.step.row_gradients import RowGradients, SavedRows

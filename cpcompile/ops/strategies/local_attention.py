@@ -13,7 +13,8 @@ from torch import Tensor
 from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import spans
 from cpcompile.ops.attention_spec import AttentionInputs
-from cpcompile.ops.step.block_attention import kernel_of_masked, with_column
+from cpcompile.ops.step.block_attention import with_column
+from cpcompile.ops.step.kernel_choice import kernel_of_masked
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.row_gradients import RowGradients, SavedRows
 from cpcompile.ops.step.row_work import RowWork

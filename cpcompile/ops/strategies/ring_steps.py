@@ -27,11 +27,8 @@ from cpcompile.ops.step.attention_step_backward import (
     attention_step_dkdv,
     attention_step_dq,
 )
-from cpcompile.ops.step.block_attention import (
-    call_kernel,
-    row_dots,
-    with_column,
-)
+from cpcompile.ops.step.block_attention import row_dots, with_column
+from cpcompile.ops.step.kernel_choice import call_kernel
 from cpcompile.ops.step.position_bias import new_bias_gradient
 from cpcompile.ops.strategies.ring_masks import gradient_of_bias, under_mask
 from cpcompile.ops.strategies.ring_schedule import Ring

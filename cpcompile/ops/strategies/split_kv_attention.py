@@ -24,8 +24,8 @@ from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.comm.communication import all_gather_chunks, group_by_name
 from cpcompile.ops.step.attention_step import attention_step
-from cpcompile.ops.step.block_attention import call_kernel, masked_kernel
 from cpcompile.ops.step.dropout import Dropout
+from cpcompile.ops.step.kernel_choice import call_kernel, masked_kernel
 from cpcompile.ops.step.math_attention import accumulation_dtype, finite
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import own_bias

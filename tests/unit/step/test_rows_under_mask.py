@@ -10,7 +10,7 @@ from cpcompile.geometry.blocks import Block
 from cpcompile.kernels import choice
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.step import row_gradients, rows_under_mask
-from cpcompile.ops.step.block_attention import masked_kernel
+from cpcompile.ops.step.kernel_choice import masked_kernel
 from cpcompile.ops.step.row_mask import RowMask
 from tests.support.attention_calls import attention
 from tests.support.bounds import (
