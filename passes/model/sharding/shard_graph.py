@@ -2,7 +2,7 @@
 
     tokens, weight -> embedding -> ... -> cross_entropy
       ->
-    cp_replicate(weight), cp_shard(tokens, 1) -> embedding -> ... -> cp_cross_entropy
+    cp_replicate(weight), cp_shard(tokens, 1) -> embedding -> ... -> cp_loss
       -> cp_gather
 
 Every node is run once on fake tensors, in order. Values are in one of two domains:
