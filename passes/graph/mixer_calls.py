@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.ops.mixers.mixer_call import MixerCall
+
+from .nodes import expected_shape, fake_value
 
 
 def mixed_in_parts(tensors: list[Tensor], call: str) -> list[Tensor]:
@@ -43,3 +45,31 @@ def result_roles(node: fx.Node, index: int) -> tuple[int | None, str]:
     call = mixer_call(node)
     name = call.result_names[index]
     return call.mixer.tokens.get(name), name
+
+
+def independent_dims(
+    node: fx.Node,
+) -> Iterator[tuple[dict[fx.Node, int], dict[int, int]]]:
+    """Yield where each independent dimension is in operands and results of a mixer.
+
+    Results by their number. All of them have the dimension; an operand that has one
+    entry for all is not among the operands.
+    """
+    call, operands = mixer_call(node), mixer_operands(node)
+    for dims in call.mixer.independent.values():
+        if not all(name in dims for name in call.result_names):
+            continue
+        pairs = {
+            (x, dims[name])
+            for name, x in operands.items()
+            if name in dims and _has_entries(x, dims[name])
+        }
+        found = dict(pairs)
+        if len(found) == len(pairs):  # no tensor is split in two places
+            yield found, {i: dims[x] for i, x in enumerate(call.result_names)}
+
+
+def _has_entries(x: fx.Node, dim: int) -> bool:
+    """Tell whether an operand has more than one entry of a dimension, if it has it."""
+    shape = expected_shape(fake_value(x))
+    return dim < len(shape) and shape[dim] != 1

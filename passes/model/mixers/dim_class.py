@@ -25,6 +25,7 @@ from ...flow.flow import Flows
 from ...flow.shaped_calls import shaped_call
 from ...flow.token_sources import token_sources
 from ...graph.calls import spelled
+from ...graph.mixer_calls import independent_dims, is_mixer
 from ...graph.nodes import expected_shape, fake_value, sub_graph
 from ...graph.sequence_tokens import SequenceDim, TokenAxis, TokenDim, whole_keys
 from ..normalize.pad_convolutions import convolved
@@ -152,7 +153,28 @@ class DimClass:
                 node, index = source, item
         elif sub_graph(node) is not None:
             return
+        if is_mixer(node):
+            for operands, results in self._of_mixer(node):
+                if results[index or 0] == dim:
+                    yield from operands.items()
+            return
         yield from token_sources(self.flows, node, sequence, index)
+
+    def _of_mixer(
+        self, node: fx.Node
+    ) -> Iterator[tuple[dict[fx.Node, TokenDim], dict[int, TokenDim]]]:
+        """Yield where each dimension is that a mixer treats entry by entry.
+
+        That is in operands, and in results by their number. DTensor's rule would tell
+        the same from the same table, for one combination of operands after the other.
+        """
+        for operands, results in independent_dims(node):
+            sizes = {expected_shape(fake_value(x))[dim] for x, dim in operands.items()}
+            if len(sizes) == 1 or all(n % self.entries == 0 for n in sizes):
+                yield (
+                    {x: TokenDim(dim) for x, dim in operands.items()},
+                    {i: TokenDim(dim) for i, dim in results.items()},
+                )
 
     def _after(self, user: fx.Node) -> None:
         if user.op == "output" or sub_graph(user) is not None:
@@ -194,6 +216,15 @@ class DimClass:
             rows = {x: TokenDim(0)}
             is_batch = fake_value(x).ndim == fake_value(weight).ndim
             return ({0: TokenDim(0)}, rows) if is_batch and own == rows else None
+        if is_mixer(node):
+            return next(
+                (
+                    (results, operands)
+                    for operands, results in self._of_mixer(node)
+                    if own and own.items() <= operands.items()
+                ),
+                None,
+            )
         table = dim_map(node)
         if table is not None and not table.draws:
             axes = {x: self._axis(x) for x in own}

@@ -17,7 +17,7 @@ from ...graph.calls import canonical_call, spelled
 from ...graph.context import Context, InputKind
 from ...graph.cp_attention import is_cp_attention
 from ...graph.effects import is_in_place
-from ...graph.mixer_calls import is_mixer, mixer_call, mixer_operands, result_roles
+from ...graph.mixer_calls import independent_dims, is_mixer, result_roles
 from ...graph.nodes import (
     all_graphs,
     all_nodes,
@@ -95,14 +95,7 @@ class MixedSequence:
                     yield from self._class_of(node, operand, dim)
             return
         are_even = False
-        claims = [
-            [
-                (x, dims[name])
-                for name, x in mixer_operands(node).items()
-                if name in dims
-            ]
-            for dims in mixer_call(node).mixer.independent.values()
-        ]
+        claims = [[*operands.items()] for operands, _ in independent_dims(node)]
         for claim in sorted(claims, key=len, reverse=True):
             claim = [(x, dim) for x, dim in claim if x in operands]
             if are_even and len(claim) < len(operands):
