@@ -5,7 +5,8 @@
 The table of common calls is asked first. For other calls an operand is cut along one
 dimension, by DTensor's proof. If the result is then cut along the dimension of
 its tokens, and nothing was gathered on the way, the operand's dimension has the tokens.
-So sizes prove nothing; they only leave out what cannot be.
+So sizes prove nothing; they only leave out what cannot be. Of a view they leave one
+dimension.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ def token_sources(
     """
     if sequence.tokens < _MANY:
         return
-    table = dim_map(node) if index is None else None
-    if table is not None and not table.is_view:  # DTensor follows fewer views
+    table, possible = dim_map(node), None
+    if table is not None:
+        value = value_of(node) if index is None else value_of(node)[index]
         dim = sequence.dim
-        inner = expected_shape(value_of(node))[dim.dim] // dim.outer // sequence.tokens
+        inner = expected_shape(value)[dim.dim] // dim.outer // sequence.tokens
         axis = TokenAxis(dim.dim, dim.outer, inner)
         axes = None if table.draws else table.before(node, axis, sequence.tokens)
-        yield from ((x, TokenDim(at.dim, at.outer)) for x, at in (axes or {}).items())
-        return
+        possible = [(x, TokenDim(at.dim, at.outer)) for x, at in (axes or {}).items()]
+        if not table.is_view:  # DTensor follows fewer views
+            yield from possible
+            return
     call, leaves = shaped_call(node, index)
     tried: set[fx.Node] = set()
     for leaf, value in zip(leaves, call.values, strict=True):
@@ -47,6 +51,8 @@ def token_sources(
             continue
         tried.add(leaf)
         for dim in candidate_dims(value.shape, sequence.tokens):
+            if possible is not None and (leaf, dim) not in possible:
+                continue
             roles = [dim if other is leaf else None for other in leaves]
             flow = flows.of(call, roles, sequence.tokens)
             if flow is not None and [x.role for x in flow.tensors] == [sequence.dim]:

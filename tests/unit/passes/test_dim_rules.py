@@ -27,6 +27,7 @@ OF_MODELS = {
     "operator": (lambda x, y: x @ y, [X, (8, 4)], 3),
     "einsum": (lambda x, y: torch.einsum("bsd,td->bst", x, y), [X, (6, 8)], 3),
     "add": (lambda x, y: x + y, [X, (6, 1)], 3),
+    "written in Python": (lambda x: F.silu(x), [X], 3),
     "method": (lambda x: x.softmax(1), [X], 2),
     "heads": (lambda x: x.view(2, 6, 4, 2), [X], 4),
     "heads back": (lambda x: x.flatten(1), [X], 1),
