@@ -9,6 +9,10 @@ that x.topk(1) after x.topk(2) says that it has two columns.
 The backward of group norm has no rule in torch 2.13 to 2.15, as the forward has.
 DTensor derives one from the decomposition, which takes seconds to minutes for five
 operands and leaves the sizes that the call is given those of the whole batch.
+
+Nor have backwards of functions that work element by element, if torch does not tag them
+so: softplus, leaky_relu and others. The decomposition gives the same answer, and takes
+0.2 s for softplus, as much as thirty other calls.
 """
 
 from __future__ import annotations
@@ -27,6 +31,12 @@ from torch.distributed.tensor._ops.single_dim_strategy import (
 
 aten = torch.ops.aten
 SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+BY_ELEMENTS = (
+    aten.softplus_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.elu_backward.default,
+    aten.mish_backward.default,
+)
 COUNTED = (aten.topk.default, aten.kthvalue.default, aten.histc.default)
 
 
@@ -46,6 +56,14 @@ def install() -> None:
             if op in infos:  # what is compared is the first argument, and all others
                 infos[op] = dataclasses.replace(infos[op], static_argnum=1)
     _add_group_norm_backward(propagator)
+    for op in BY_ELEMENTS:
+        if op not in rules and op not in propagator.op_single_dim_strategy_funcs:
+            register_single_dim_strategy(
+                op,
+                schema_info=RuntimeSchemaInfo(1),
+                allow_unbacked_sharding=True,
+                allow_uneven_sharding=True,
+            )(_by_elements)
 
 
 def _add_group_norm_backward(propagator: Any) -> None:
@@ -71,6 +89,11 @@ def _by_samples(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sample = _ShardingPlaceholder(0)
     weight = [] if args[4] is None else [Replicate()]
     return [[sample, Partial(), Partial(), *[sample] * 4, *weight]]
+
+
+def _by_elements(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Shard both operands, which have one shape, and the result along any dimension."""
+    return [[_ShardingPlaceholder(dim)] * 3 for dim in range(len(args[0].shape))]
 
 
 def _from_the_front(rule: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -68,3 +69,22 @@ def test_group_norm_backward_of_samples_on_each_rank(mesh, samples, weighted):
         for name, mine, one in zip(names, got, want, strict=True):
             if one is not None and one.numel():
                 assert_close(name, mine.full_tensor().reconcile(), one)
+
+
+@pytest.mark.parametrize("function", [F.softplus, F.leaky_relu, F.elu, F.mish])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+def test_backward_by_elements_needs_no_decomposition(
+    mesh, function, placement, monkeypatch
+):
+    strategy = DTensor._op_dispatcher.sharding_propagator.decomp_strategy
+    monkeypatch.setattr(strategy, "propagate_strategy", None)
+    part, grad = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
+    want = torch.autograd.grad(function(part), part, grad)[0]
+    x, g = (
+        DTensor.from_local(y.detach(), mesh, [placement], run_check=False)
+        for y in (part, grad)
+    )
+    x.requires_grad_()
+    got = torch.autograd.grad(function(x), x, g)[0]
+    assert got.placements == (placement,)
+    assert torch.equal(got.to_local(), want)
