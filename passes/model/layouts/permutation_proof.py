@@ -20,7 +20,7 @@ from cpcompile.geometry.lengths import expected
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
-from ...flow.flow import EntriesMeet, Flow, Flows, Result, Role
+from ...flow.flow import EntriesMeet, Flow, Result, Role, flows_of
 from ...flow.shaped_calls import ShapedCall, TensorShape
 from ...graph.nodes import expected_shape
 from ...graph.sequence_tokens import TokenDim, candidate_dims, token_dim
@@ -48,7 +48,7 @@ class PermutationProofs:
     ) -> None:
         self.axis, self.tokens, self.symbolic = axis, tokens, symbolic
         self.mesh = mesh
-        self.flows = Flows(fake_mode, mesh.device_type)
+        self.flows = flows_of(fake_mode, mesh.device_type)
 
     def dim_of(self, value: Any) -> TokenDim | None:
         """Return the dimension of a value's tokens; None if it has none."""
@@ -66,7 +66,7 @@ class PermutationProofs:
             others are, by its number among the leaves of (args, kwargs); None if the
             call is not token-wise.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         try:
             roles = [self._role(x) for x in leaves]
         except EntriesMeet:
