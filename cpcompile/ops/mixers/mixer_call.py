@@ -108,6 +108,10 @@ class MixerCall:
 
     def __str__(self) -> str:
         """Return the text that operators take."""
+        return self._text
+
+    @functools.cached_property
+    def _text(self) -> str:
         return json.dumps(asdict(self))
 
     @property
@@ -197,49 +201,54 @@ class MixerCall:
         Raises: UnknownForm if neither works.
         """
         mixer = self.mixer
-        given = [
-            (x, mixer.tokens.get(n)) for x, n in zip(tensors, self.names, strict=True)
-        ]
-        size = next((x.shape[dim] for x, dim in given if dim is not None), 1)
+        dims = [mixer.tokens.get(name) for name in self.names]
+        size = next(
+            (x.shape[d] for x, d in zip(tensors, dims, strict=True) if d is not None), 1
+        )
         few = min(size, _FEW) if isinstance(size, int) else _FEW
+        short = [
+            _form(x) if d is None else _form(x).with_size(d, few)
+            for x, d in zip(tensors, dims, strict=True)
+        ]
         with torch.no_grad():
-            short = [
-                x if dim is None else x.new_empty(_with(x.shape, dim, few))
-                for x, dim in given
-            ]
             try:
-                return self._lengthened(self._without_data(short), size)
+                forms = self._lengthened(self._forms(short, tensors), size)
             except (
                 Exception
             ) as error:  # whatever a kernel says to a tensor without data
                 if mixer.results is None:
                     text = f"{self.short_name} on tensors without data: {error}"
                     raise UnknownForm(text) from error
+            else:
+                return pytree.tree_map_only(_Form, lambda x: x.like(tensors[0]), forms)
             arguments = dict(zip(self.names, tensors, strict=True))
             constants = _decode([self.args, self.kwargs], list(tensors))
             bound = mixer.bind(_function(self.function), *constants)
-            return mixer.results(bound | arguments)
+            results = mixer.results(bound | arguments)
+            return pytree.tree_map_only(Tensor, lambda x: x.new_empty(x.shape), results)
 
-    def _without_data(self, tensors: Sequence[Tensor]) -> Any:
-        """Make the call on tensors without data; its results are remembered by shapes.
+    def _forms(self, short: Sequence[_Form], tensors: Sequence[Tensor]) -> Any:
+        """Return the forms of results for operands of these forms; they are remembered.
 
-        A layer asks a dozen times, and layers repeat.
+        A layer asks a dozen times, and layers repeat. tensors: the operands, which
+        differ from the forms in the number of tokens alone.
         """
-        if not all(isinstance(n, int) for x in tensors for n in x.shape):
-            return self._call(tensors)
-        operands = tuple((tuple(x.shape), x.dtype, x.device) for x in tensors)
-        key = str(self), _function(self.function), operands
-        if key not in _known_results:
-            _known_results[key] = pytree.tree_map(_form, self._call(tensors))
-        like = tensors[0]  # which may be fake outside of its mode
-        return pytree.tree_map_only(
-            _Form,
-            lambda x: like.new_empty(x.shape, dtype=x.dtype, device=x.device),
-            _known_results[key],
-        )
+        key = None
+        if all(isinstance(n, int) for x in short for n in x.shape):
+            key = str(self), _function(self.function), tuple(short)
+            if key in _known_results:
+                return _known_results[key]
+        given = [
+            form.like(x) if name in self.mixer.tokens else x
+            for x, form, name in zip(tensors, short, self.names, strict=True)
+        ]
+        forms = pytree.tree_map(_form, self._call(given))
+        if key is not None:
+            _known_results[key] = forms
+        return forms
 
     def _lengthened(self, results: Any, size: Any) -> Any:
-        if isinstance(results, Tensor):
+        if isinstance(results, _Form):
             dim = self.mixer.tokens.get(RESULT)
             if dim is None:
                 dim = self.mixer.tokens.get(f"{RESULT}[0]")
@@ -261,9 +270,17 @@ class MixerCall:
 class _Form:
     """What a tensor is, but for its values."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
+
+    def with_size(self, dim: int, size: Any) -> _Form:
+        """Return the form with another size of a dimension."""
+        return replace(self, shape=(*self.shape[:dim], size, *self.shape[dim:][1:]))
+
+    def like(self, other: Tensor) -> Tensor:
+        """Return such a tensor, fake if the other is, also outside of its mode."""
+        return other.new_empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 _known_results: dict[Any, Any] = {}
@@ -341,11 +358,5 @@ def _autocast() -> tuple[tuple[str, str], ...]:
     )
 
 
-def _with(shape: torch.Size, dim: int, size: Any) -> list[Any]:
-    sizes = list(shape)
-    sizes[dim] = size
-    return sizes
-
-
-def _lengthen(x: Tensor | None, dim: int | None, size: Any) -> Tensor | None:
-    return x if x is None or dim is None else x.new_empty(_with(x.shape, dim, size))
+def _lengthen(x: Any, dim: int | None, size: Any) -> Any:
+    return x if x is None or dim is None else x.with_size(dim, size)

@@ -160,7 +160,7 @@ mixer.register_autograd(_gradient, setup_context=_remember)
 def _empty(call: str, tensors: list[Tensor]) -> list[Tensor]:
     results = MixerCall.of_text(call).empty_results(tensors)
     results = [results] if isinstance(results, Tensor) else results
-    return [x.new_empty(x.shape) for x in results if x is not None]
+    return [x for x in results if x is not None]
 
 
 def _own(x: Tensor, others: list[Tensor]) -> Tensor:
