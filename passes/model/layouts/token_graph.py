@@ -34,8 +34,10 @@ from ...placement.joint_calls import (
 )
 from ...placement.placement_calls import (
     cp_dropout_mask,
+    cp_exchange,
     cp_from_local,
     cp_gather,
+    cp_mixed_in_parts,
     cp_place,
     cp_shard,
     cp_to_local,
@@ -47,6 +49,8 @@ from .permutation_proof import PermutationProofs
 _GOING = (cp_tp_lift, cp_tp_move, cp_tp_lower)
 _ENTERING = (cp_from_local, cp_tp_place)
 _LEAVING = (cp_to_local, cp_tp_leave_chunks)
+# Calls that bring tokens together by messages of their own, which no proof sees.
+_IN_ORDER = (cp_exchange, cp_mixed_in_parts)
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,12 @@ class TokenGraph:
                 (source,) = node.all_input_nodes
                 laid_out = self.ctx.inputs[source].tokens == self.proofs.tokens
                 self._add(node, *((None, 0.0) if laid_out else (0.0, None)))
-        elif self._has_tokens(node) or self.dim(value) is not None:
+        elif not self._has_tokens(node) and self.dim(value) is None:
+            pass
+        elif node.target in _IN_ORDER:
+            self._add(node, laid_out=None)
+            self._read(node, node)
+        else:
             self._prove(node)
 
     def _is_cut_again(self, value: Any) -> bool:

@@ -213,6 +213,45 @@ def run(name, world, strategy, batch, tokens, inner="aot_eager"):
     return comparison, counters["cpcompile"]["exchange_mixers"]
 
 
+class AfterAttention(nn.Module):
+    """A mixer after attention, and nothing between that needs the order of tokens."""
+
+    def __init__(self, mixer):
+        super().__init__()
+        self.qkv, self.mixer = nn.Linear(WIDTH, 3 * WIDTH), mixer
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.mixer(x + y.transpose(1, 2).flatten(2))
+
+
+def run_in_layout(name, strategy, layout):
+    with stand_ins() as kernels:
+        return compare(
+            lambda: AfterAttention(MODELS[name](kernels)),
+            (1, 16, WIDTH),
+            2,
+            strategy={"attention": "ring", "mixers": strategy},
+            layout=layout,
+        )
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        *(("DeltaRule", x) for x in ("exchange", "states", "gather")),
+        ("SelectiveScan", "exchange"),  # of twice as many channels as tokens
+    ],
+)
+def test_a_mixer_beside_attention_in_a_balanced_layout(pools, name, strategy):
+    """Its tokens are in their order: attention alone works on zigzag."""
+    arguments = (name, strategy, "zigzag")
+    for comparison in pools[2].run(run_in_layout, *arguments, timeout=90):
+        comparison.check()
+
+
 CASES = [
     (name, world, strategy, *sizes)
     for name, strategies in (
