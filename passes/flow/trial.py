@@ -160,8 +160,8 @@ class RandomNumbers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
         if draws_numbers(func, args, kwargs or {}):
+            leaves = pytree.tree_leaves((args, kwargs))
             self.drawn |= any(isinstance(x, DTensor) for x in leaves)
         return func(*args, **(kwargs or {}))
 

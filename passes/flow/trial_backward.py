@@ -47,12 +47,9 @@ def backward_problem(leaves: list[Any], result: Any) -> str | None:
     backward(as_they_are)
     if not all(x.is_contiguous() for x in as_they_are):
         backward([x.contiguous() for x in as_they_are])
-    sums = [_as_sum(x) for x in as_they_are]
-    if any(
-        x.placements != y.placements for x, y in zip(sums, as_they_are, strict=True)
-    ):
+    if any(p.is_replicate() for x in as_they_are for p in x.placements):
         try:
-            backward(sums)
+            backward([_as_sum(x) for x in as_they_are])
         except Exception as error:  # DTensor raises whatever its rules raise
             check_refusal(error, "the trial of a backward")
             return OnlyWholeGradients(first_line(error))

@@ -96,6 +96,7 @@ class _Writes:
         self.names: dict[fx.Node, _Name] = {}
         # By owner: the name that was last written to, for all of the memory.
         self.newest: dict[fx.Node, fx.Node] = {}
+        self.renewed: set[fx.Node] = set()  # whose values lie in other memory by now
         calls = [x for x in graph.nodes if x.op in ("call_function", "call_method")]
         self.writes = {x for x in calls if is_in_place(x)}
         self.views = {x for x in calls if x not in self.writes and self._is_view(x)}
@@ -108,7 +109,7 @@ class _Writes:
         rewritten = 0
         for node in list(self.graph.nodes):
             self.names[node] = self._name(node)
-            if rewritten and self.names[node].owner is not node:
+            if self.names[node].owner is not node and node.args[0] in self.renewed:
                 self._refresh(node)
             if node in self.writes:
                 rewritten += self._visit(node)
@@ -116,6 +117,7 @@ class _Writes:
 
     def _refresh(self, node: fx.Node) -> None:
         """Update the value of a view, or of a write, of memory that was made anew."""
+        self.renewed.add(node)
         if node in self.writes:
             if isinstance(fake_value(node), Tensor):
                 node.meta["example_value"] = fake_value(node.args[0])
@@ -214,6 +216,7 @@ class _Writes:
                 self.graph, torch.clone, (base,), like=write, value=value
             )
         self.names[copy] = self.names[write] = _Name(copy, copy, ())
+        self.renewed.add(copy)
         return copy
 
     def _insert_written(
@@ -228,6 +231,7 @@ class _Writes:
             args = (whole, part, *map(ViewStep.of, views))
             node = insert_call(self.graph, cp_write, args, like=write, value=value)
         self.names[node] = _Name(node, node, ())
+        self.renewed.add(node)
         return node
 
     def _again(self, view: fx.Node, source: fx.Node, after: fx.Node) -> fx.Node:
