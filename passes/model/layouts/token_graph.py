@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor
 from cpcompile.geometry.lengths import Size, has_tokens
 from cpcompile.torch_private import pytree
 
+from ...flow.dim_rules import dim_map
 from ...flow.trial import STATE_CALLS
 from ...graph.calls import function_of
 from ...graph.context import Context
 from ...graph.cp_attention import is_cp_attention, needs_order, operands_of
 from ...graph.nodes import fake_value, sub_graph
-from ...graph.sequence_tokens import TokenDim
+from ...graph.sequence_tokens import TokenAxis, TokenDim
 from ...placement.joint_calls import (
     cp_tp_leave_chunks,
     cp_tp_lift,
@@ -284,7 +285,35 @@ class TokenGraph:
             elif vertex is node:
                 self.constants.setdefault(node, {})[operand] = TokenDim(2)
 
+    def _is_token_wise(self, node: fx.Node) -> bool:
+        """Tell whether the table of calls says so, of operands as they lie.
+
+        It is quicker than the proof, which says the same of these calls.
+        """
+        value, table = fake_value(node), dim_map(node)
+        if table is None or table.is_view or table.draws or self.proofs.symbolic:
+            return False
+        axes = {}
+        for operand in node.all_input_nodes:
+            x = fake_value(operand)
+            dim = self.proofs.dim_of(x)
+            if dim is not None:
+                inner = x.shape[dim.dim] // dim.outer // self.proofs.tokens
+                axes[operand] = TokenAxis(dim.dim, dim.outer, inner)
+            elif not (
+                isinstance(x, DTensor) and x.placements[self.ctx.axis].is_replicate()
+            ):
+                return False
+        at, operands = table.after(node, axes, self.proofs.tokens) or (None, None)
+        if not isinstance(at, TokenAxis) or operands != axes:
+            return False  # what is whole would have to be cut, too
+        return self.proofs.dim_of(value) == TokenDim(at.dim, at.outer)
+
     def _prove(self, node: fx.Node) -> None:
+        if self._is_token_wise(node):
+            self._add(node)
+            self._read(node, node)
+            return
         values = fx.node.map_aggregate(
             (node.args, node.kwargs),
             lambda a: fake_value(a) if isinstance(a, fx.Node) else a,
