@@ -59,13 +59,13 @@ def independent_dims(
     for dims in call.mixer.independent.values():
         if not all(name in dims for name in call.result_names):
             continue
-        pairs = {
+        pairs = [  # in an order that is the same on every rank
             (x, dims[name])
             for name, x in operands.items()
             if name in dims and _has_entries(x, dims[name])
-        }
+        ]
         found = dict(pairs)
-        if len(found) == len(pairs):  # no tensor is split in two places
+        if len(found) == len({*pairs}):  # no tensor is split in two places
             yield found, {i: dims[x] for i, x in enumerate(call.result_names)}
 
 
