@@ -43,6 +43,7 @@ from ...placement.placement_calls import (
     cp_shard,
     cp_to_local,
 )
+from ...placement.scan_parts import cp_scanned_in_parts
 from .layout_cut import LayoutCut
 from .permutation_proof import PermutationProofs
 
@@ -51,7 +52,7 @@ _GOING = (cp_tp_lift, cp_tp_move, cp_tp_lower)
 _ENTERING = (cp_from_local, cp_tp_place)
 _LEAVING = (cp_to_local, cp_tp_leave_chunks)
 # Calls that bring tokens together by messages of their own, which no proof sees.
-_IN_ORDER = (cp_exchange, cp_mixed_in_parts)
+_IN_ORDER = (cp_exchange, cp_mixed_in_parts, cp_scanned_in_parts)
 
 
 @dataclass(frozen=True)
