@@ -57,7 +57,7 @@ def _record(forward: fx.Node, backward: fx.Node, needed: Any) -> None:
     operands: Any = forward.args[0]
     _set_args(forward, lambda tensors, call: (tensors, needed, call))
     added = [x.new_empty(x.shape) for x in map(value_of, operands)]
-    added.append(torch.empty(1, dtype=torch.int64))
+    added.append(added[0].new_empty(1, dtype=torch.int64, device="cpu"))
     first = len(value_of(forward))
     forward.meta["val"] = [*value_of(forward), *added]
     items = []
