@@ -46,6 +46,8 @@ def record_mixers(graph: fx.Graph, ctx: object) -> int:
         forward = forwards.pop((_numbered(read, numbers), call), None)
         if forward is None:  # a second backward of one forward
             continue
+        if not any(x.args[1] == 0 for x in forward.users):
+            continue  # it gives a state alone, as a summary: its inside is not kept
         _record(forward, node, needed)
         count += 1
     return count
