@@ -99,7 +99,7 @@ def register() -> None:
         return (_OF_BACKWARD + again) * _flops(tensors, call)
 
     @register_flop_formula(torch.ops.cp.mixer_recorded)
-    def recorded(tensors: Any, needed: Any, constants: Any, call: str, **_: Any) -> int:
+    def recorded(tensors: Any, needed: Any, call: str, **_: Any) -> int:
         return _flops(tensors, call)
 
 

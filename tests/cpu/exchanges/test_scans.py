@@ -1,11 +1,10 @@
 """Scans, torch's higher-order operators, in parts, against one process in float64."""
 
 import pytest
-import torch.nn as nn
-import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from tests.cpu.against_one_process import compare
+from tests.cpu.exchanges.test_known_mixers import AfterAttention
 from tests.support.scans import SCANS
 
 CASES = [
@@ -29,22 +28,9 @@ def run(name, strategy, world, batch):
     return comparison, counters["cpcompile"]["exchange_mixers"]
 
 
-class AfterAttention(nn.Module):
-    """A scan after attention, and nothing between that needs the order of tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.scan = nn.Linear(32, 96), SCANS["Associative"]()
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.scan(x + y.transpose(1, 2).flatten(2))
-
-
 def run_in_layout(strategy):
     return compare(
-        AfterAttention,
+        lambda: AfterAttention(SCANS["Associative"]()),
         (1, 16, 32),
         2,
         strategy={"attention": "ring", "mixers": strategy},

@@ -8,6 +8,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import cpcompile as cp
 from cpcompile.ops.mixers import recordings
@@ -62,6 +63,25 @@ def test_a_recording_is_used_once(operands):
         assert torch.equal(torch.stack(backward(grad, copies, text, token)),
                            torch.stack(wanted))  # fmt: skip
         assert len(runs) == count
+
+
+def test_work_is_counted_once_where_it_is_done_once():
+    """A forward, and two gradients of its product; without a token a forward more."""
+
+    def product(x):
+        return torch.cumsum(x @ x.new_ones(8, 8), 1)
+
+    cp.register_mixer(product, tokens={"x": 1, "return": 1}, independent={})
+    x = torch.ones(1, 128, 8)
+    call, _ = MixerCall.of(product, (x,), {})
+    forward = 2 * 128 * 8 * 8
+    with FlopCounterMode(display=False) as flops:
+        y, *copies, token = torch.ops.cp.mixer_recorded([x], [0], str(call))
+    assert flops.get_total_flops() == forward
+    for given, runs_of_forward in ((token, 2), (None, 3)):
+        with FlopCounterMode(display=False) as flops:
+            torch.ops.cp.mixer_backward([y], copies, [0], [0], str(call), given)
+        assert flops.get_total_flops() == runs_of_forward * forward
 
 
 def test_other_operands_are_not_those_of_the_recording(operands):
