@@ -21,6 +21,8 @@ _OF_OPERATOR = {
     "passed_states_backward": Purpose.MIXER,
     "halo_exchange": Purpose.NEIGHBOURS,
     "halo_exchange_backward": Purpose.NEIGHBOURS,
+    "moved_tokens": Purpose.NEIGHBOURS,
+    "moved_tokens_backward": Purpose.NEIGHBOURS,
     "relayout": Purpose.LAYOUT,
 }
 

@@ -26,6 +26,7 @@ from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.halo_exchange import tokens_received
+from cpcompile.ops.comm.moved_tokens import plan
 from cpcompile.ops.comm.relayout import share
 from cpcompile.ops.step.kernel_choice import call_kernel
 from cpcompile.ops.step.math_attention import accumulation_dtype
@@ -219,6 +220,36 @@ def _of_neighbours(
     return [Sent(Kind.ALL_TO_ALL, 1, count * token)]
 
 
+def _moved(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+    return _of_pieces(arguments["xs"][0], arguments, ranks, rank, back=False)
+
+
+def _moved_back(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+    return _of_pieces(arguments["grad"], arguments, ranks, rank, back=True)
+
+
+def _of_pieces(
+    x: Tensor, arguments: Arguments, ranks: int, rank: int, back: bool
+) -> list[Sent]:
+    names = ("lengths", "layouts", "pieces", "length")
+    lengths, layouts, pieces, length = (arguments[name] for name in names)
+    with disable_current_modes():
+        move = plan(
+            [*map(size_in_call, lengths)],
+            layouts,
+            [*map(size_in_call, pieces)],
+            size_in_call(length),
+            ranks,
+            rank,
+            torch.device("cpu"),
+        )
+    if move.is_local:
+        return []
+    sizes = [size_in_call(n) for d, n in enumerate(x.shape) if d != arguments["dim"]]
+    token = math.prod(sizes) * x.dtype.itemsize
+    return [Sent(Kind.ALL_TO_ALL, 1, sum(move.sent if back else move.received) * token)]
+
+
 def _relaid(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
     x, dim = arguments["x"], arguments["dim"]
     before, after = Layout(arguments["source"]), Layout(arguments["target"])
@@ -267,6 +298,8 @@ _OPERATORS: dict[str, Callable[[Arguments, int, int], list[Sent]]] = {
     "split_kv_attention": _split_keys,
     "ulysses_scatter": _scattered_heads,
     "ulysses_gather": _gathered_heads,
+    "moved_tokens": _moved,
+    "moved_tokens_backward": _moved_back,
     "halo_exchange": _halo,
     "halo_exchange_backward": _halo_backward,
     "relayout": _relaid,

@@ -57,15 +57,17 @@ class Chunks:
     def size(self) -> int:
         """Tokens of the largest chunk; exchanged buffers are padded to it.
 
-        Ranks divide a length that is a symbol, see Note [Symbolic sequence lengths].
+        Ranks divide a length that is a symbol, but for few tokens; see Note [Symbolic
+        sequence lengths].
         """
         if isinstance(self.length, int):
             return -(-self.length // self.ranks)
         # Needs torch, which those that only plan do not import.
-        from cpcompile.geometry.lengths import is_symbol
+        from cpcompile.geometry.lengths import few_more, is_symbol
 
         if is_symbol(self.length):
-            return self.length // self.ranks
+            few = few_more(self.length)  # as a slice leaves out
+            return (self.length - few) // self.ranks - (-few // self.ranks)
         return -(-self.length // self.ranks)
 
     def start(self, rank: int) -> int:

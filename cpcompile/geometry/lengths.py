@@ -49,6 +49,21 @@ def is_divided(n: Size, ranks: int) -> bool:
     return statically_known_true(n % ranks == 0)
 
 
+def few_more(n: Size) -> int:
+    """Return the number that is added to the symbols of n; 0 for a number."""
+    if not isinstance(n, torch.SymInt) or n.node.expr.is_number:
+        return 0
+    return int(n.node.expr.as_coeff_Add()[0])
+
+
+def is_cut_for_all(n: Size, ranks: int) -> bool:
+    """Tell whether `ranks` divide n, but for few entries that it has more or less.
+
+    Then the parts of all ranks are known for every length (Chunks.size).
+    """
+    return is_divided(n - few_more(n), ranks)
+
+
 def in_chunks(length: int, chunk: int, ranks: int) -> int:
     """Return the length as `ranks` equal chunks if it is a symbol, else as it is.
 
@@ -119,7 +134,7 @@ def guards_on(length: torch.SymInt) -> str:
     """
     environment, symbols = _environment(length), length.node.expr.free_symbols
     guards = {environment.replace(guard.expr) for guard in environment.guards}
-    chunked = _in_chunks_of_the_ranks(guards)
+    chunked = _in_chunks_of_the_ranks(guards, environment)
     texts = {
         str(guard)
         for guard in guards
@@ -130,17 +145,25 @@ def guards_on(length: torch.SymInt) -> str:
     return "; ".join(sorted(texts | ranges))
 
 
-def _in_chunks_of_the_ranks(guards: set[sympy.Basic]) -> dict[sympy.Symbol, sympy.Expr]:
-    """Write each symbol that guards make a multiple of n as n times a positive one."""
+def _in_chunks_of_the_ranks(
+    guards: set[sympy.Basic], environment: ShapeEnv
+) -> dict[sympy.Symbol, sympy.Expr]:
+    """Write each symbol that guards make a multiple of n as n times a positive one.
+
+    Of a symbol that is known to be large the chunk is at least so large.
+    """
     divisors: dict[sympy.Symbol, int] = {}
     for guard in guards:
         if n := _divisor(guard):
             (symbol,) = guard.free_symbols
             divisors[symbol] = math.lcm(n, divisors.get(symbol, 1))
-    return {
-        symbol: n * sympy.Symbol(f"chunk_of_{symbol}", integer=True, positive=True)
-        for symbol, n in divisors.items()
-    }
+    chunked = {}
+    for symbol, n in divisors.items():
+        positive = sympy.Symbol(f"chunk_of_{symbol}", integer=True, positive=True)
+        lower = environment.var_to_range[symbol].lower
+        least = -(-int(lower) // n) if lower.is_Integer else 1
+        chunked[symbol] = n * (positive + max(least, 1) - 1)
+    return chunked
 
 
 def _divisor(guard: sympy.Basic) -> int:

@@ -4,6 +4,7 @@ from cpcompile.ops.comm.dim_exchange import dim_exchange
 from cpcompile.ops.comm.gradient_bucket import gradient_bucket
 from cpcompile.ops.comm.halo_exchange import halo_exchange
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
+from cpcompile.ops.comm.moved_tokens import moved_tokens, moved_tokens_backward
 from cpcompile.ops.comm.passed_states import passed_states, passed_states_backward
 from cpcompile.ops.comm.relayout import relayout
 from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
@@ -66,6 +67,8 @@ __all__ = [
     "mixer_backward",
     "mixer_recorded",
     "move_runs",
+    "moved_tokens",
+    "moved_tokens_backward",
     "passed_states",
     "passed_states_backward",
     "relayout",

@@ -47,10 +47,9 @@ def warn_about_accounts(report: GraphReport) -> None:
 
 
 _FIXES = (
-    "What takes a part of the tokens, shifts them, or loops over parts of them gathers "
-    "all of them: mask tokens instead (labels of -100, weights of zero), slice hidden "
-    "states and not logits, call on all tokens at once. print(cp.explain(...)) lists "
-    "every line"
+    "What reorders tokens by data, or loops over parts of them, gathers all of them: "
+    "mask tokens instead (labels of -100, weights of zero), reorder hidden states and "
+    "not logits, call on all tokens at once. print(cp.explain(...)) lists every line"
 )
 
 

@@ -4,7 +4,8 @@
 _StridedShard, and DTensor works out its local sizes with small index tensors. Under
 a fake mode these have no values, so that reading a size from them fails (seen in torch
 2.13). Sizes are plain integers: computing them outside of the modes is always right.
-A symbolic size would become its value there; where all shards are equal, it need not.
+A symbolic size would become its value there; where shards are equal but for few entries
+(Chunks), it need not.
 
 Gathering a shard makes it contiguous, and pads it first where others are longer.
 A call that needs a contiguous operand copies it before. Take two gatherings of one
@@ -25,14 +26,23 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cpcompile.geometry.lengths import is_divided
+from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.lengths import few_more, is_cut_for_all, is_divided
 
 
 @functools.cache
 def install() -> None:
-    """Install both fixes; called before AOTAutograd traces."""
+    """Install the fixes; called before AOTAutograd traces."""
     original_size = _StridedShard.local_shard_size_and_offset
+    original_shard = Shard.local_shard_size_and_offset
     original_gather = Shard._to_replicate_tensor
+
+    @functools.wraps(original_shard)
+    def size_and_offset(size: Any, ranks: int, rank: Any) -> Any:
+        if few_more(size) and is_cut_for_all(size, ranks):
+            chunks = Chunks(size, ranks)
+            return chunks.count(rank), chunks.start(rank)
+        return original_shard(size, ranks, rank)
 
     @functools.wraps(original_size)
     def local_shard_size_and_offset(
@@ -41,9 +51,9 @@ def install() -> None:
         with _disable_current_modes():
             if isinstance(size, torch.SymInt):
                 pieces = self.split_factor
-                piece = size // pieces
-                if is_divided(size, pieces) and is_divided(piece, ranks):
-                    return pieces * (piece // ranks), rank * (piece // ranks)
+                chunks = Chunks(size // pieces, ranks)
+                if is_divided(size, pieces) and is_cut_for_all(chunks.length, ranks):
+                    return pieces * chunks.count(rank), chunks.start(rank)
             return original_size(self, size, ranks, rank, *args, **kwargs)
 
     @functools.wraps(original_gather)
@@ -51,4 +61,5 @@ def install() -> None:
         return original_gather(self, local.contiguous(), *args, **kwargs)
 
     _StridedShard.local_shard_size_and_offset = local_shard_size_and_offset  # type: ignore[method-assign, assignment]
+    Shard.local_shard_size_and_offset = staticmethod(size_and_offset)  # type: ignore[method-assign, assignment]
     Shard._to_replicate_tensor = to_replicate_tensor  # type: ignore[method-assign, assignment]

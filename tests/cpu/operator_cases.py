@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout, Runs
+from cpcompile.geometry.token_moves import assigned
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.step_arguments import ChunkLimits, RingPlace
@@ -314,6 +316,18 @@ def _messages(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     for target in (1, 3):
         sizes_of = (2, LENGTH, target, qkv[0].shape[target], place.group)
         yield Call(("dim_exchange",), ops.dim_exchange, (qkv[0], *sizes_of))
+    for of_second, layouts in (
+        (LENGTH, "zigzag whole zigzag"),
+        (3, "striped whole striped"),
+    ):
+        joined = assigned(LENGTH, 1, 1 + of_second, 1, 1)
+        part = qkv[0].new_ones((*qkv[0].shape[:2], of_second, *qkv[0].shape[3:]))
+        pieces = [*chain.from_iterable(joined.pieces)]
+        rest = (2, [LENGTH, of_second], layouts, pieces, LENGTH)
+        tensors = ([qkv[0], part], *rest, 0.5, place.group)
+        yield Call(("moved_tokens",), ops.moved_tokens, tensors)
+        tensors = (qkv[0], *rest, place.group)
+        yield Call(("moved_tokens_backward",), ops.moved_tokens_backward, tensors)
     counts = [1, 0, qkv[0].shape[2] - 1]
     yield Call(("move_runs",), ops.move_runs, (qkv[0], counts, [2, 0, 1]))
     for dim, halo in ((2, (1, 2)), (-2, (LENGTH, 0))):

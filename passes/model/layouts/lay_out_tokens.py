@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
+from cpcompile.torch_private import pytree
 from cpcompile.torch_private.dynamo import counters
 
 from ...graph.context import AttentionCall, Context
@@ -40,20 +42,26 @@ from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     TOKEN_LAYOUT,
     all_graphs,
+    all_nodes,
     expected_shape,
     fake_mode_of,
     fake_value,
     output_nodes,
 )
-from ...graph.sequence_tokens import TokenDim
+from ...graph.sequence_tokens import TokenDim, placed_sequence_dim
 from ...placement.graph_writer import GraphWriter
 from ...placement.placement_calls import cp_gather, cp_gather_tokens, cp_place, cp_shard
+from ...placement.token_moves import cp_move_tokens, cp_split_tokens, tokens_sent
+from ...placement.token_picks import cp_gather_at, cp_pick_tokens
 from ..attention.insert_attention import change_plan, set_layout
 from .layout_cut import LayoutCut
 from .permutation_proof import PermutationProofs
 from .token_graph import Prices, TokenGraph, Use
 
 RELAYOUT = torch.ops.cp.relayout.default
+
+MOVES = (cp_move_tokens, cp_split_tokens)
+PICKS = (cp_pick_tokens, cp_gather_at)
 
 # Relayouts of a call that would be laid out by itself: of q, k, v and of its output.
 _PER_CALL = 4
@@ -82,8 +90,17 @@ def lay_out_tokens(graph: fx.Graph, ctx: Context) -> int:
         if plan.layout is not Layout.CONTIGUOUS
     }
     layouts = {call.q_shape[-2]: layout for call, layout in balanced.items()}
-    for tokens, layout in (layouts | _given_layouts(ctx)).items():
-        _LaidOut(graph, ctx, tokens, layout).rewrite()
+    waiting = layouts | _given_layouts(ctx)
+    while waiting:
+        tokens, layout = next(iter(waiting.items()))
+        others = [
+            n
+            for n in _moved_lengths(graph, ctx, tokens)
+            if waiting.get(n, layout) is layout
+        ]
+        _LaidOut(graph, ctx, tokens, layout, others).rewrite()
+        for n in (tokens, *others):
+            waiting.pop(n, None)
     ctx.findings.relayouts = sum(
         len(subgraph.find_nodes(op="call_function", target=RELAYOUT))
         for subgraph in all_graphs(graph)
@@ -107,22 +124,61 @@ def _given_layouts(ctx: Context) -> dict[int, Layout]:
     }
 
 
+def _moved_lengths(graph: fx.Graph, ctx: Context, tokens: int) -> list[int]:
+    """List the lengths to which, or from which, tokens of a sequence are moved.
+
+    Not one that is a multiple of another; see Note [Layouts of moved tokens].
+    """
+    found: set[int] = set()
+    for node in all_nodes(graph):
+        if node.target not in MOVES:
+            continue
+        values = pytree.tree_leaves([*map(fake_value, (node, *node.all_input_nodes))])
+        sequences = [placed_sequence_dim(x, ctx.axis) for x in values]
+        sizes = {x.tokens for x in sequences if x is not None}
+        if tokens in sizes or found & sizes:
+            found |= sizes - {tokens}
+    chosen = [tokens]
+    for length in sorted(found):
+        if length > 1 and all(length % n and n % length for n in chosen):
+            chosen.append(length)
+    return chosen[1:]
+
+
 class _LaidOut:
-    """The rewrite of a graph for one sequence length and its layout."""
+    """The rewrite of a graph for one sequence length and its layout.
+
+    others: lengths to which tokens of the sequence are moved.
+    """
 
     def __init__(
-        self, graph: fx.Graph, ctx: Context, tokens: int, layout: Layout
+        self,
+        graph: fx.Graph,
+        ctx: Context,
+        tokens: int,
+        layout: Layout,
+        others: Sequence[int],
     ) -> None:
-        self.graph, self.ctx, self.tokens, self.layout = graph, ctx, tokens, layout
+        self.graph, self.ctx, self.layout = graph, ctx, layout
+        self.lengths = (tokens, *others)
         self.writer = GraphWriter.of_sharded(graph, ctx)
         symbolic = ctx.length is not None and expected(ctx.length) == tokens
-        proofs = PermutationProofs(
-            ctx.mesh, ctx.axis, tokens, fake_mode_of(graph), symbolic
-        )
+        fake_mode = fake_mode_of(graph)
+        proofs = PermutationProofs(ctx.mesh, ctx.axis, tokens, fake_mode, symbolic)
+        of_others = [
+            PermutationProofs(ctx.mesh, ctx.axis, n, fake_mode)
+            for n in others
+            if not symbolic
+        ]
         self.cut = LayoutCut()
-        prices = Prices(self._relayout_price, self._reorder_price, self._attention)
-        self.tokens_of = TokenGraph(ctx, proofs, self.cut, prices)
-        self._token_layout = TokenLayout.of(layout, tokens, ctx.ranks)
+        prices = Prices(
+            self._relayout_price,
+            self._reorder_price,
+            self._attention,
+            self._move_price,
+            layout,
+        )
+        self.tokens_of = TokenGraph(ctx, proofs, self.cut, prices, of_others)
         self._placed: dict[tuple[fx.Graph, fx.Node, TokenDim], fx.Node] = {}
 
     def rewrite(self) -> None:
@@ -140,7 +196,7 @@ class _LaidOut:
         token_graph = self.tokens_of
         for producer, vertex in token_graph.vertices.items():
             if vertex in laid_out:
-                producer.meta[TOKEN_LAYOUT] = self._token_layout
+                producer.meta[TOKEN_LAYOUT] = self._layout_of(producer)
         relaid: set[fx.Node] = set()  # attention calls beside a relayout that stays
         for producer, uses in token_graph.uses.items():
             side = token_graph.vertices[producer] in laid_out
@@ -154,7 +210,7 @@ class _LaidOut:
         self._mark_results(laid_out)
         for node in token_graph.nodes:
             call = call_of(node)
-            if call is None or call.q_shape[-2] != self.tokens:
+            if call is None or call.q_shape[-2] not in self.lengths:
                 continue
             if call in self.ctx.findings.plans:
                 beside = not relaid.isdisjoint((node, *node.users))
@@ -174,7 +230,7 @@ class _LaidOut:
         dim = self.tokens_of.dim(fake_value(producer))
         assert dim is not None
         with _after(producer):
-            length = self._length(producer, dim)
+            length = self._length(producer, dim, fake_value(producer))
         args = (producer, dim.dim, length, source.value, target.value)
         with _after(producer if isinstance(length, int) else length):
             moved = self.writer.call(
@@ -182,42 +238,53 @@ class _LaidOut:
             )
         moved.meta.pop(TOKEN_LAYOUT, None)
         if not laid_out:
-            moved.meta[TOKEN_LAYOUT] = self._token_layout
+            moved.meta[TOKEN_LAYOUT] = self._layout_of(producer)
         for use in uses:
             use.read_instead(producer, moved)
+
+    def _layout_of(self, node: fx.Node) -> TokenLayout:
+        """Return the layout of the tokens of a value that is laid out."""
+        tokens = self.tokens_of.proofs_of(fake_value(node)).tokens
+        return TokenLayout.of(self.layout, tokens, self.ctx.ranks)
 
     def _lay_out(self, node: fx.Node) -> None:
         """Rewrite a node on laid out tokens: its constants, its cut, or its gather."""
         value = fake_value(node)
+        if node.target in (*MOVES, *PICKS):
+            node.kwargs = {**node.kwargs, "layout": self.layout.value}
+            return
         for constant, dim in self.tokens_of.constants.get(node, {}).items():
             node.replace_input_with(constant, self._place(node, constant, dim))
         if node.target in (cp_shard, cp_place):
             node.target = cp_place
             with node.graph.inserting_before(node):
-                length = self._length(node.args[0], self.tokens_of.dim(value))
+                where = self.tokens_of.dim(value)
+                length = self._length(node.args[0], where, value)
             place: Any = (self.writer.on, value.placements, length, self.layout.value)
             node.args = (node.args[0], *place)
         elif node.target is cp_gather:
             (source,) = node.args
             where = self.tokens_of.dim(fake_value(source))
             with node.graph.inserting_before(node):
-                length = self._length(source, where)
+                length = self._length(source, where, fake_value(source))
             node.target = cp_gather_tokens
             how: Any = (self.writer.on, length, self.layout.value)
             node.args = (source, *how)
 
-    def _length(self, source: Any, dim: TokenDim | None) -> int | fx.Node:
+    def _length(self, source: Any, dim: TokenDim | None, like: Any) -> int | fx.Node:
         """Return the number of tokens, as an argument: a number or a node.
 
-        source: a value that has the tokens in `dim`.
+        source: a value that has the tokens in `dim`. like: a sharded value that has
+            these tokens.
         """
-        if not self.tokens_of.proofs.symbolic:
-            return self.tokens
+        proofs = self.tokens_of.proofs_of(like)
+        if not proofs.symbolic:
+            return proofs.tokens
         assert dim is not None, f"{source} has no tokens"
         size = fake_value(source).shape[dim.dim]
         args = (source, dim.dim)
         length = self.writer.call(torch.Tensor.size, args, like=source)
-        entries_per_token = expected(size) // self.tokens  # in the same dimension
+        entries_per_token = expected(size) // proofs.tokens  # in the same dimension
         if entries_per_token > 1:
             with length.graph.inserting_after(length):
                 args = (length, entries_per_token)
@@ -231,10 +298,12 @@ class _LaidOut:
             placements = list(fake_value(constant).placements)
             placements[self.ctx.axis] = dim.placement
             with node.graph.inserting_before(node):
-                length = self._length(constant, dim)
+                length = self._length(
+                    constant, dim, self.tokens_of.sequence_value(node)
+                )
                 where = (self.writer.on, tuple(placements), length, self.layout.value)
                 placed = self.writer.call(cp_place, (constant, *where), like=node)
-            placed.meta[TOKEN_LAYOUT] = self._token_layout
+            placed.meta[TOKEN_LAYOUT] = self._layout_of(placed)
             self._placed[key] = placed
         return self._placed[key]
 
@@ -273,10 +342,24 @@ class _LaidOut:
         size = math.prod(expected_shape(value)) * value.element_size()
         return reorder_seconds(self.ctx.profile, size)
 
+    def _move_price(self, node: fx.Node, layout: Layout) -> float:
+        """Return the seconds of a call that moves tokens, on the first rank."""
+        value = pytree.tree_leaves(fake_value(node))[0]
+        local = value.to_local()
+        _, _, dim, *_ = node.args
+        per_token = math.prod(expected_shape(local)) * local.element_size()
+        per_token /= max(expected(local.shape[dim]), 1)
+        sent = tokens_sent(node, layout, self.ctx.ranks)
+        if not sent:
+            return 0.0
+        passes = 2 if self.ctx.backward and value.requires_grad else 1
+        size = sent * per_token
+        return passes * relayout_seconds(self.ctx.profile, self.ctx.ranks, size)
+
     def _attention(self, node: fx.Node) -> tuple[float | None, float | None]:
         call = call_of(node)
         laid_out = None if call is None else self.ctx.findings.balanced_plans.get(call)
-        if call is None or laid_out is None or call.q_shape[-2] != self.tokens:
+        if call is None or laid_out is None or call.q_shape[-2] not in self.lengths:
             return 0.0, None
         if self.ctx.layout is not None:
             return None, 0.0

@@ -3,12 +3,19 @@
 For each node with tokens of one sequence: may it compute laid out tokens, which of its
 constants have tokens too, and what would it cost? `build` puts the answers into a
 LayoutCut; the proofs are those of permutation_proof.
+
+Note [Layouts of moved tokens]
+All layouts exist for every length, and a slice or a shift by few tokens moves few in
+most of them: x[:, 1:] in zigzag is zigzag, too, and a rank lends a token at each border
+of its parts. So values of other lengths are on the same sides, if calls that move
+tokens lead to them. A length that is a multiple of another one is left out, as a
+dimension with twice as many entries could have two for every token as well.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +23,8 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cpcompile.geometry.lengths import Size, has_tokens
+from cpcompile.geometry.layout import Layout
+from cpcompile.geometry.lengths import has_tokens
 from cpcompile.torch_private import pytree
 
 from ...flow.dim_rules import dim_map
@@ -44,6 +52,8 @@ from ...placement.placement_calls import (
     cp_to_local,
 )
 from ...placement.scan_parts import cp_scanned_in_parts
+from ...placement.token_moves import cp_move_tokens, cp_split_tokens
+from ...placement.token_picks import cp_gather_at, cp_pick_tokens
 from .layout_cut import LayoutCut
 from .permutation_proof import PermutationProofs
 
@@ -83,16 +93,23 @@ class Prices:
     """Seconds of relayouts, of reorders, and of attention calls.
 
     attention: seconds of a call (contiguous, laid out); None where it must not be.
+    move: of a call that moves tokens, in a layout. layout: the one of laid out tokens.
     """
 
     relayout: Callable[[Tensor], float]
     reorder: Callable[[Tensor], float]  # of a plain, full tensor
     attention: Callable[[fx.Node], tuple[float | None, float | None]]
+    move: Callable[[fx.Node, Layout], float]
+    layout: Layout
 
 
 class TokenGraph:
-    """The nodes of a graph that have tokens of one sequence.
+    """The nodes of a graph that have tokens of one sequence, or of parts of it.
 
+    Tokens that are moved to a sequence of another length, as by a slice, are laid out
+    as they were (Note [Layouts of moved tokens]).
+
+    proofs: of the sequence. others: of the sequences of other lengths.
     nodes: the nodes that read or make such tokens; each is a vertex.
     vertices: the vertex of every value with tokens.
     uses: the reads of every value with tokens.
@@ -100,9 +117,15 @@ class TokenGraph:
     """
 
     def __init__(
-        self, ctx: Context, proofs: PermutationProofs, cut: LayoutCut, prices: Prices
+        self,
+        ctx: Context,
+        proofs: PermutationProofs,
+        cut: LayoutCut,
+        prices: Prices,
+        others: Sequence[PermutationProofs] = (),
     ) -> None:
         self.ctx, self.proofs, self.cut, self.prices = ctx, proofs, cut, prices
+        self.others = others
         self.nodes: list[fx.Node] = []
         self.vertices: dict[fx.Node, Hashable] = {}
         self.uses: dict[fx.Node, list[Use]] = {}
@@ -116,7 +139,7 @@ class TokenGraph:
             dim = self.dim(value)
             movable = (
                 dim is not None
-                and self._is_whole(value.shape[dim.dim])
+                and self._has_whole(value, dim)
                 and not self._is_cut_again(value)
             )
             self.cut.feed(
@@ -126,15 +149,28 @@ class TokenGraph:
                 self.prices.relayout(value) if movable else None,
             )
 
-    def _is_whole(self, size: Size) -> bool:
-        """Tell whether a size is the number of tokens."""
-        return has_tokens(size, self.proofs.tokens, self.proofs.symbolic)
+    def _has_whole(self, value: Any, dim: TokenDim) -> bool:
+        """Tell whether a dimension has the tokens, and nothing besides."""
+        proofs = self.proofs_of(value)
+        size = value.shape[dim.dim]
+        return has_tokens(size, proofs.tokens, proofs.symbolic)
 
     def dim(self, value: Any) -> TokenDim | None:
         """Return the token dim of a value, or of the first of several that has one."""
         leaves = pytree.tree_leaves(value)
-        dims = (self.proofs.dim_of(x) for x in leaves)
+        dims = (self.proofs_of(x).dim_of(x) for x in leaves)
         return next((dim for dim in dims if dim is not None), None)
+
+    def proofs_of(self, value: Any) -> PermutationProofs:
+        """Return the proofs for the tokens that a value has; if none, of the sequence.
+
+        value: several have tokens of one length.
+        """
+        leaves = pytree.tree_leaves(value)
+        for proofs in (self.proofs, *self.others):
+            if any(proofs.dim_of(x) is not None for x in leaves):
+                return proofs
+        return self.proofs
 
     def _walk(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
@@ -202,6 +238,11 @@ class TokenGraph:
                 self._add(node, *((None, 0.0) if laid_out else (0.0, None)))
         elif not self._has_tokens(node) and self.dim(value) is None:
             pass
+        elif node.target in (cp_move_tokens, cp_split_tokens):
+            self._move(node)
+        elif node.target in (cp_pick_tokens, cp_gather_at):
+            self._add(node)
+            self._read(node, node)
         elif node.target in _IN_ORDER:
             self._add(node, laid_out=None)
             self._read(node, node)
@@ -266,7 +307,7 @@ class TokenGraph:
             return
         contiguous: float | None = 0.0
         laid_out: float | None = 0.0
-        if ordered and not self._is_whole(fake_value(operands[0]).shape[2]):
+        if ordered and not self._has_whole(fake_value(operands[0]), TokenDim(2)):
             laid_out = None  # the tokens of another sequence, or parts of these
         elif ordered:
             contiguous, laid_out = self.prices.attention(node)
@@ -286,29 +327,51 @@ class TokenGraph:
             elif vertex is node:
                 self.constants.setdefault(node, {})[operand] = TokenDim(2)
 
+    def _move(self, node: fx.Node) -> None:
+        """Add a call that moves tokens, to a sequence that may have another length."""
+        split = [x for x in node.all_input_nodes if _is_split(fake_value(x), self.ctx)]
+        values = [*map(fake_value, split), *pytree.tree_leaves(fake_value(node))]
+        if any(self.dim(x) is None for x in values):
+            self._add(node, laid_out=None)
+        else:
+            layout = self.prices.layout
+            prices = [self.prices.move(node, x) for x in (Layout.CONTIGUOUS, layout)]
+            self._add(node, *prices)
+        self._read(node, node)
+
     def _is_token_wise(self, node: fx.Node) -> bool:
         """Tell whether the table of calls says so, of operands as they lie.
 
         It is quicker than the proof, which says the same of these calls.
         """
         value, table = fake_value(node), dim_map(node)
-        if table is None or table.is_view or table.draws or self.proofs.symbolic:
+        proofs = self._proofs_for(node)
+        if table is None or table.is_view or table.draws or proofs.symbolic:
             return False
         axes = {}
         for operand in node.all_input_nodes:
             x = fake_value(operand)
-            dim = self.proofs.dim_of(x)
+            dim = proofs.dim_of(x)
             if dim is not None:
-                inner = x.shape[dim.dim] // dim.outer // self.proofs.tokens
+                inner = x.shape[dim.dim] // dim.outer // proofs.tokens
                 axes[operand] = TokenAxis(dim.dim, dim.outer, inner)
             elif not (
                 isinstance(x, DTensor) and x.placements[self.ctx.axis].is_replicate()
             ):
                 return False
-        at, operands = table.after(node, axes, self.proofs.tokens) or (None, None)
+        at, operands = table.after(node, axes, proofs.tokens) or (None, None)
         if not isinstance(at, TokenAxis) or operands != axes:
             return False  # what is whole would have to be cut, too
-        return self.proofs.dim_of(value) == TokenDim(at.dim, at.outer)
+        return proofs.dim_of(value) == TokenDim(at.dim, at.outer)
+
+    def _proofs_for(self, node: fx.Node) -> PermutationProofs:
+        """Return the proofs for the first operand of a call that has tokens."""
+        return self.proofs_of(self.sequence_value(node))
+
+    def sequence_value(self, node: fx.Node) -> Any:
+        """Return the first operand that has tokens; if none has, the result."""
+        operands = (x for x in node.all_input_nodes if x in self.vertices)
+        return fake_value(next(operands, node))
 
     def _prove(self, node: fx.Node) -> None:
         if self._is_token_wise(node):
@@ -320,7 +383,7 @@ class TokenGraph:
             lambda a: fake_value(a) if isinstance(a, fx.Node) else a,
         )
         call = function_of(node)
-        proved_dims = self.proofs.prove(call, *values, fake_value(node))
+        proved_dims = self._proofs_for(node).prove(call, *values, fake_value(node))
         arguments = pytree.tree_leaves((node.args, node.kwargs))
         if proved_dims and len(arguments) != len(pytree.tree_leaves(values)):
             proved_dims = None  # an argument is several tensors
@@ -330,6 +393,10 @@ class TokenGraph:
         self._read(node, node)
         for index, dim in (proved_dims or {}).items():
             self.constants.setdefault(node, {})[arguments[index]] = dim
+
+
+def _is_split(value: Any, ctx: Context) -> bool:
+    return isinstance(value, DTensor) and value.placements[ctx.axis].is_shard()
 
 
 def _differ(constants: dict[int, TokenDim], arguments: list[Any]) -> bool:

@@ -40,9 +40,12 @@ from ...graph.nodes import (
 from ...graph.sequence_tokens import TokenDim, exchanged
 from ...placement.scan_calls import cp_scan, scanned_in_parts
 from .dim_class import CREATIONS, DimClass
-from .mixed_sequence import MixedSequence, dim_size, find_sequences
+from .mixed_sequence import MixedSequence, dim_size, find_sequences, moves_little
 from .mixer_regions import Region, RegionFinder
 from .mixer_seconds import MixerSeconds, Prices, has_strategies
+
+_MOST_LENGTHS = 8
+"""A loop over parts of a sequence may have as many lengths as it has steps."""
 
 
 @graph_pass(writes=("mixers",))
@@ -56,15 +59,18 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
         return 0
     seeds = dict(find_sequences(graph, ctx))
     lengths = sorted({dim_size(node, dim) for node, dim in seeds.items()} - {0, 1})
-    tokens = {}
-    if len(lengths) > 1:
-        tokens = {
-            n: {*MixedSequence(graph, ctx, n, seeds).tokens.dims} for n in lengths
-        }
+    tokens: dict[int, DimClass] = {}
+    for length in lengths:  # and those that are found on the way
+        sequence = MixedSequence(graph, ctx, length, seeds)
+        tokens[length] = sequence.tokens
+        for node, dim in sequence.moved_results():
+            seeds.setdefault(node, dim)
+            if dim_size(node, dim) not in lengths and len(lengths) < _MOST_LENGTHS:
+                lengths.append(dim_size(node, dim))
     count = 0
     for length in lengths:
         sequence = MixedSequence(graph, ctx, length, seeds)
-        sequence.of_others = set().union(*(tokens[n] for n in tokens if n != length))
+        sequence.others = [x for n, x in tokens.items() if n != length]
         count += _Exchange(sequence, ctx).rewrite()
     return count
 
@@ -114,6 +120,8 @@ class _Exchange:
                 else:
                     self._gather_for(node)
                 self._note_call(node, strategy, prices[node])
+            elif moves_little(node):
+                pass
             elif any(True for _ in self.sequence.classes_of(node)):
                 if node.target is cp_scan:
                     self._gather_for(node)

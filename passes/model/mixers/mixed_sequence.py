@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch.fx as fx
+from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from cpcompile.geometry.layout import leaves_ranks_empty
@@ -28,8 +30,9 @@ from ...graph.nodes import (
     sub_graph,
 )
 from ...graph.sequence_tokens import TokenDim, is_row_parallel_operand
+from ..moves.moved_tokens import RULES as MOVES
 from ..normalize.pad_convolutions import convolved
-from ..sharding.dim_flows import token_operands
+from ..sharding.dim_flows import dim_flows, token_operands
 from ..sharding.sharding_rules import RULES
 from .dim_class import CREATIONS, DimClass, linked_values
 
@@ -42,7 +45,7 @@ class MixedSequence:
 
     tokens: values that have them. computed: values that are computed of these.
     classes: dimensions along which entries keep apart, as far as they were asked for.
-    of_others: values that have the tokens of sequences of another length.
+    others: the values that have sequences of other lengths.
     writes: calls that write to the memory of their first operand.
     """
 
@@ -59,9 +62,18 @@ class MixedSequence:
         self._flows = flows_of(fake_mode_of(graph), ctx.mesh.device_type)
         self.links = linked_values(graph)
         self.tokens = DimClass(self._flows, self.links, tokens, 1)
-        self.tokens.grow({x: d for x, d in seeds.items() if dim_size(x, d) == tokens})
+        found = {x: d for x, d in seeds.items() if dim_size(x, d) == tokens}
+        tried: set[fx.Node] = set()  # some have tokens in two dimensions, so in none
+        while found:
+            self.tokens.grow(found)
+            tried.update(found)
+            found = {
+                x: d
+                for x, d in self.moved_results()
+                if dim_size(x, d) == tokens and x not in {*tried, *self.tokens.dims}
+            }
         self.classes: list[DimClass] = []
-        self.of_others: set[fx.Node] = set()
+        self.others: list[DimClass] = []
         self.writes = [
             x for x in self.nodes if is_in_place(x) and isinstance(x.args[0], fx.Node)
         ]
@@ -81,6 +93,29 @@ class MixedSequence:
         if not any(x in self.tokens.dims for x in node.all_input_nodes):
             return False
         return not (self.tokens.is_local(node) or self.tokens.is_sum(node))
+
+    def is_of_others(self, node: fx.Node) -> bool:
+        """Tell whether a value has tokens of a sequence of another length."""
+        return any(node in other.dims for other in self.others)
+
+    def is_shared_in_others(self, node: fx.Node) -> bool:
+        """Tell whether ranks make a call on their own tokens of another sequence."""
+        return any(
+            any(x in other.dims for x in node.all_input_nodes)
+            and (other.is_local(node) or other.is_sum(node))
+            for other in self.others
+        )
+
+    def moved_results(self) -> Iterator[tuple[fx.Node, TokenDim]]:
+        """Yield the results of calls that move tokens of this sequence."""
+        for node in self.nodes:
+            if not moves_little(node) or not isinstance(fake_value(node), Tensor):
+                continue
+            for flow in dim_flows(node) or ():
+                moved = self.tokens.dims.get(flow.source) == TokenDim(flow.dim)
+                if moved and dim_size(node, TokenDim(flow.out)) > 1:
+                    yield node, TokenDim(flow.out)
+                    break
 
     def classes_of(self, node: fx.Node) -> Iterator[DimClass]:
         """Yield the classes of dimensions that a call treats entry by entry.
@@ -163,6 +198,15 @@ def find_sequences(graph: fx.Graph, ctx: Context) -> Iterator[tuple[fx.Node, Tok
 def dim_size(node: fx.Node, dim: TokenDim) -> int:
     """Return the size of a dimension of a value."""
     return expected_shape(fake_value(node))[dim.dim]
+
+
+def moves_little(node: fx.Node) -> bool:
+    """Tell whether a call that brings tokens together moves few, or picks few."""
+    if node.target is operator.getitem:
+        source: Any = node.args[0]
+        if not isinstance(fake_value(source), Tensor):  # one of several results
+            return moves_little(source)
+    return spelled(node) == "setitem" or spelled(node) in MOVES
 
 
 def stays_on_tokens(node: fx.Node) -> bool:

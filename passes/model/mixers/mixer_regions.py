@@ -25,7 +25,7 @@ from ...graph.nodes import fake_value
 from ..layouts.layout_cut import LayoutCut
 from ..sharding.dim_flows import dim_flows
 from .dim_class import CREATIONS, DimClass
-from .mixed_sequence import MixedSequence, stays_on_tokens
+from .mixed_sequence import MixedSequence, moves_little, stays_on_tokens
 from .mixer_seconds import DEAR, MixerSeconds, has_strategies
 
 
@@ -137,9 +137,18 @@ class RegionFinder:
             operands = {x for x in operands if isinstance(fake_value(x), Tensor)}
             if not operands or any(x in self._sequence.tokens.dims for x in operands):
                 return 0.0, moved
+            if self._sequence.is_shared_in_others(node):
+                return 0.0, moved
+            of_others = any(map(self._sequence.is_of_others, operands))
+            if of_others and moves_little(node):
+                return self._seconds.of_move(node), moved
+            if of_others and self._forced is MixerStrategy.EXCHANGE:
+                return DEAR, moved
             if dim_flows(node):  # cut again where it is shorter, and gathered again
                 in_full += self._seconds.of_gather(operands)
             return in_full, moved
+        if moves_little(node):
+            return self._seconds.of_move(node), moved
         forced = self._forced
         rules_out = forced is MixerStrategy.GATHER or (
             forced is MixerStrategy.STATES

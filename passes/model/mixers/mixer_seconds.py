@@ -15,12 +15,13 @@ from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.ops.mixers.mixer_work import forward_work, shapes_of
 from cpcompile.ops.mixers.state_passing import passes_states
 
+from ...graph.calls import spelled
 from ...graph.context import Context
 from ...graph.mixer_calls import is_mixer, mixer_call, mixer_operands
 from ...graph.nodes import expected_shape, fake_value
 from ...graph.sequence_tokens import TokenDim
 from ...placement.scan_calls import joined_operands
-from .dim_class import DimClass
+from .dim_class import CREATIONS, DimClass
 from .mixed_sequence import MixedSequence, dim_size
 
 DEAR = 1e6  # seconds: a price for what the user has ruled out
@@ -121,11 +122,24 @@ class MixerSeconds:
             self._ctx.profile, self._ctx.ranks, map(bytes_of, operands), self._passes
         )
 
+    def of_move(self, node: fx.Node) -> float:
+        """Return the seconds of a call that moves few tokens, or picks few."""
+        if all(spelled(user) in CREATIONS for user in node.users):
+            return 0.0  # nobody reads its numbers, so that nothing is sent
+        tokens = self._sequence.tokens.entries
+        moved = 0.0
+        for size in filter(None, map(bytes_of, node.all_input_nodes)):
+            others = abs(1 - bytes_of(node) / size) * tokens  # at one of the ends
+            moved = max(moved, size / tokens * min(max(others, 1), tokens / 2))
+        return mixer_prices.exchanged_seconds(
+            self._ctx.profile, self._ctx.ranks, moved, self._passes
+        )
+
     def of_exchange(self, node: fx.Node, entries: DimClass) -> float | None:
         """Return the seconds to exchange a value; None if it cannot be exchanged."""
         tokens = self._sequence.tokens
         token_dim, dim = tokens.dims.get(node), entries.dims.get(node)
-        if token_dim is None and node in self._sequence.of_others:
+        if token_dim is None and self._sequence.is_of_others(node):
             return None
         if dim is not None and token_dim is None and dim.outer == 1:
             return self.of_gather([node])  # as a last state, which has no tokens

@@ -31,6 +31,7 @@ from ...placement.decisions import (
 )
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_functional, cp_gather, cp_replicate
+from ..moves.moved_tokens import assigned_tokens
 from .kept_writes import is_kept, kept_write
 from .local_writes import ViewStep, local_write
 from .masked_rows import placed_rows, rows_written, write_rows_
@@ -84,6 +85,8 @@ def in_place(graph_values: GraphValues, node: fx.Node) -> Decision:
     local = local_write(
         graph_values, base, part, [ViewStep(Callee(operator.getitem), (index,))]
     )
+    if local is None:
+        local = assigned_tokens(graph_values, base, part, index)
     if local is not None:
         return Write(base, Replace(local))
     reason = "DTensor has no rule for assignment to a part of a tensor"
@@ -107,6 +110,12 @@ def write_part(
     whole, part, *_ = node.args
     assert isinstance(whole, fx.Node)
     local = local_write(graph_values, whole, part, steps)
+    if (
+        local is None
+        and len(steps) == 1
+        and steps[0].callee.function is operator.getitem
+    ):
+        local = assigned_tokens(graph_values, whole, part, *steps[0].args)
     if local is None:
         return Write(whole, FallBack("DTensor loses writes through a view"))
     return Write(whole, Replace(local))

@@ -52,6 +52,7 @@ from ...placement.scan_parts import cp_scanned_in_parts
 from ..attention.find_attention import attention_operands, unrewritten
 from ..functions.chunked_function import chunked_function
 from ..functions.function_bodies import is_autograd_function
+from ..moves.moved_tokens import moved_tokens
 from ..mutation.functionalise_writes import steps_to_part
 from ..mutation.masked_rows import placed_rows, write_rows
 from ..mutation.write_rules import in_place, write_part
@@ -105,6 +106,8 @@ def decide(graph_values: GraphValues, node: fx.Node, distributed: bool) -> Decis
     ):  # the user's DTensors, as DTensor has them
         rule = None
     decision = None if rule is None else rule(graph_values, node)
+    if distributed and decision is None:
+        decision = moved_tokens(graph_values, node)
     return decision or (Propagate() if distributed else Plain())
 
 

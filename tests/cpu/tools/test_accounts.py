@@ -47,8 +47,8 @@ def mean_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def sliced(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Gathers all logits."""
-    log_p = logits[:, :-1].log_softmax(-1)
+    """Gathers all logits for an index of most tokens."""
+    log_p = logits[:, torch.arange(logits.shape[1] - 1)].log_softmax(-1)
     return log_p.gather(2, tokens[:, 1:, None]).squeeze(2).sum()
 
 

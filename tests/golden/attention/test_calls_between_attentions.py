@@ -14,10 +14,10 @@ def conv(x):
 # What DTensor gathers by itself is cut again for the next layer, laid out, for free.
 MIXING = {
     "conv": (conv, 2),  # each rank borrows the tokens beside its own
-    "roll": (lambda x: x.roll(1, 1), 1),
+    "roll": (lambda x: x.roll(1, 1), 0),  # zigzag to zigzag, of few tokens
     "cumsum": (lambda x: x.cumsum(1), 1),
-    "flip": (lambda x: x.flip(1), 1),
-    "halves": (lambda x: torch.cat([x[:, 16:], x[:, :16]], 1), 1),
+    "flip": (lambda x: x.flip(1), 0),
+    "halves": (lambda x: torch.cat([x[:, 16:], x[:, :16]], 1), 2),
     "softmax over tokens": (lambda x: x.softmax(1), 1),
     "mean over tokens": (lambda x: x - x.mean(1, keepdim=True), 0),
     "scores": (lambda x: (x @ x.mT) @ x, 2),

@@ -52,9 +52,8 @@ def test_assignment_to_a_part(mesh, caplog):
         """\
 cp_shard = cp_shard(l_x_, 1)
 y = .relu(cp_shard)
-cp_replicated = cp_replicated(cp_functional, y, setitem, (:, 0), 0)
-cp_shard_1 = cp_shard(cp_replicated, 1)
-mul = mul(cp_shard_1, 2)
+cp_move_tokens = cp_move_tokens([y], 1, 'assign', 0, 1, 1, fill=0)
+mul = mul(cp_move_tokens, 2)
 cp_gather = cp_gather(mul)
 return (cp_gather,)""",
     )
@@ -109,12 +108,11 @@ def test_a_write_that_another_tensor_sees(mesh):
         """\
 cp_shard = cp_shard(l_x_, 1)
 y = .relu(cp_shard)
-first = y[:, :4]
-clone = clone(first)
+cp_pick_tokens = cp_pick_tokens(y, 1, (:, :4, :))
+clone = clone(cp_pick_tokens)
 add_ = cp_functional(clone, add_, 1)
-cp_replicated = cp_replicated(cp_write, y, add_, getitem)
-cp_shard_1 = cp_shard(cp_replicated, 1)
-mul = mul(cp_shard_1, 2)
+cp_move_tokens = cp_move_tokens([y, add_], 1, 'assign', None, 4, None)
+mul = mul(cp_move_tokens, 2)
 cp_gather = cp_gather(mul)
 return (cp_gather,)""",
     )

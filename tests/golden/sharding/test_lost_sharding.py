@@ -61,19 +61,16 @@ def test_a_class_token(mesh):
         """\
 cp_shard = cp_shard(l_x_, 1)
 expand = .expand(l_token_, 2, -1, -1)
-cp_replicate = cp_replicate(expand)
-x = cat([cp_replicate, cp_shard], 1)
-cp_shard_1 = cp_shard(x, 1)
-unflatten = .unflatten(cp_shard_1, -1, (2, -1))
+cp_move_tokens = cp_move_tokens([expand, cp_shard], 1, 'cat')
+unflatten = .unflatten(cp_move_tokens, -1, (2, -1))
 q = .transpose(unflatten, 1, 2)
 ring_attention_default = cp.ring_attention(q, q, q, sizes=[37, 37],
     spec='causal scale=0.5', group=GROUP)
 getitem_1 = ring_attention_default[0]
 transpose_1 = .transpose(getitem_1, 1, 2)
 flatten = .flatten(transpose_1, 2)
-getitem = flatten[:, 1:]
-cp_shard_2 = cp_shard(getitem, 1)
-relu = .relu(cp_shard_2)
+cp_move_tokens_1 = cp_move_tokens([flatten], 1, 'slice', 1, None, None)
+relu = .relu(cp_move_tokens_1)
 cp_gather = cp_gather(relu)
 return (cp_gather,)""",
     )
@@ -92,14 +89,19 @@ def test_parameters_stay_whole(mesh):
             return attend(torch.cat([self.registers.expand(2, -1, -1), x], 1), 2)
 
     captured = capture(Registers(), torch.randn(2, 24, 8), mesh=mesh)
-    assert captured.text.count("= cp_shard(") == 2
-
-
-def test_a_slice_that_leaves_the_graph_is_not_cut_again(mesh):
-    """It would be gathered at once."""
-    captured = sharded(lambda x: attend(x, 2)[:, 1:], mesh, 2, 40, 8)
     assert captured.text.count("= cp_shard(") == 1
-    captured = sharded(lambda x: attend(x, 2)[:, 1:].relu(), mesh, 2, 40, 8)
+    assert captured.text.count("= cp_move_tokens(") == 1
+
+
+def test_a_gathered_value_that_leaves_the_graph_is_not_cut_again(mesh):
+    """It would be gathered at once. Sequences of two dtypes are joined by DTensor."""
+
+    def joined(x):
+        return torch.cat([attend(x, 2), x.double()], 1)
+
+    captured = sharded(joined, mesh, 2, 40, 8)
+    assert captured.text.count("= cp_shard(") == 1
+    captured = sharded(lambda x: joined(x).relu(), mesh, 2, 40, 8)
     assert captured.text.count("= cp_shard(") == 2
 
 

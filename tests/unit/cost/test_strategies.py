@@ -73,6 +73,8 @@ def test_operators_that_send_are_known_by_their_schemas() -> None:
         "dim_exchange",
         "halo_exchange",
         "halo_exchange_backward",
+        "moved_tokens",
+        "moved_tokens_backward",
         "passed_states",
         "passed_states_backward",
         "relayout",

@@ -1,0 +1,239 @@
+"""cp::moved_tokens: a sequence that is made of tokens of others, on all ranks.
+
+    x[:, 1:] on 2 ranks     0 1 2 3 | 4 5 6 7   ->   1 2 3 4 | 5 6 7
+
+Slices, shifts, padding, joined sequences and assignments to a range are lists of pieces
+(geometry/token_moves.py). A rank copies what it has already; only tokens that are
+elsewhere before are sent, in one all-to-all. The gradient goes the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cpcompile.geometry.layout import Chunks, Layout, TokenLayout
+from cpcompile.geometry.token_moves import Move, Piece, move_of
+from cpcompile.ops.comm.communication import as_bytes, call_site, group_by_name
+from cpcompile.ops.step.math_attention import accumulation_dtype
+
+WHOLE = "whole"
+"""In place of a layout: every rank has the whole sequence."""
+_FIELDS = len(Piece._fields)
+
+
+@torch.library.custom_op("cp::moved_tokens", mutates_args=())
+def moved_tokens(
+    xs: Sequence[Tensor],
+    dim: int,
+    lengths: Sequence[int],
+    layouts: str,
+    pieces: Sequence[int],
+    length: int,
+    fill: float,
+    group: str,
+) -> Tensor:
+    """Return this rank's tokens of a sequence that is made of others.
+
+    Args:
+        xs: [.., local tokens, ..], this rank's part of each source; of one dtype, and
+            equal but for the tokens.
+        dim: the dimension of the tokens, counted from 0.
+        lengths: the tokens of each source on all ranks together.
+        layouts: the layouts of the sources and of the result, by their names, with
+            spaces; "whole" for a source that every rank has in whole.
+        pieces: the fields of one Piece after the other, equal on every rank.
+        length: the tokens of the result on all ranks together.
+        fill: the number of pieces that have no source.
+        group: name of the process group.
+
+    Returns: [.., local tokens, ..], contiguous.
+
+    Raises: ValueError for another number of tokens; torch's error with a note if the
+    exchange fails.
+    """
+    pg = group_by_name(group)
+    move = plan(lengths, layouts, pieces, length, pg.size(), pg.rank(), xs[0].device)
+    _check(xs, dim, lengths, layouts, pg.size(), pg.rank())
+    shape = list(xs[0].shape)
+    shape[dim] = Chunks(length, pg.size()).count(pg.rank())
+    result = xs[0].new_empty(shape)
+    if len(move.filled):
+        result.index_fill_(dim, move.filled, fill)
+    sent = _buffer(xs[0], dim, sum(move.sent))
+    for x, copies in zip(xs, move.leaving, strict=True):
+        copies.copy(x.movedim(dim, 0), sent, 0)
+    received, work = _exchange(sent, move.sent, move.received, move, group, "")
+    for x, copies in zip(xs, move.kept, strict=True):
+        copies.copy(x, result, dim)
+    if work is not None:
+        work.wait()
+        move.arriving.copy(received, result.movedim(dim, 0), 0)
+    return result
+
+
+@torch.library.custom_op("cp::moved_tokens_backward", mutates_args=())
+def moved_tokens_backward(
+    grad: Tensor,
+    dim: int,
+    lengths: Sequence[int],
+    layouts: str,
+    pieces: Sequence[int],
+    length: int,
+    group: str,
+) -> list[Tensor]:
+    """Compute the gradients of the sources, from that of the result.
+
+    That of a source that every rank has in whole is this rank's summand.
+    """
+    pg = group_by_name(group)
+    move = plan(lengths, layouts, pieces, length, pg.size(), pg.rank(), grad.device)
+    sent = _buffer(grad, dim, sum(move.received))
+    move.arriving.add_back(grad.movedim(dim, 0), sent.zero_(), 0)
+    came, work = _exchange(
+        sent, move.received, move.sent, move, group, "the gradient of "
+    )
+    results = []
+    counts = _local_counts(lengths, layouts, pg.size(), pg.rank())
+    for count, copies, repeats in zip(counts, move.kept, move.repeats, strict=True):
+        shape = list(grad.shape)
+        shape[dim] = count
+        # Several summands of one token are rounded once.
+        dtype = accumulation_dtype(grad.dtype) if repeats else grad.dtype
+        results.append(torch.zeros(shape, dtype=dtype, device=grad.device))
+        copies.add_back(grad, results[-1], dim)
+    if work is not None:
+        work.wait()
+        for result, copies in zip(results, move.leaving, strict=True):
+            copies.add_back(came, result.movedim(dim, 0), 0)
+    return [x.to(grad.dtype) for x in results]
+
+
+def plan(
+    lengths: Sequence[int],
+    layouts: str,
+    pieces: Sequence[int],
+    length: int,
+    ranks: int,
+    rank: int,
+    device: torch.device,
+) -> Move:
+    """Return what a rank does; arguments as of cp::moved_tokens."""
+    *of_sources, of_result = layouts.split()
+    named = [None if name == WHOLE else Layout(name) for name in of_sources]
+    rows = [pieces[i : i + _FIELDS] for i in range(0, len(pieces), _FIELDS)]
+    result = TokenLayout.of(Layout(of_result), length, ranks)
+    sources = tuple(zip(lengths, named, strict=True))
+    return move_of(sources, tuple(Piece(*row) for row in rows), result, rank, device)
+
+
+def _buffer(x: Tensor, dim: int, tokens: int) -> Tensor:
+    """Make a buffer of tokens of x, [tokens, ..]."""
+    return x.new_empty((tokens, *x.shape[:dim], *x.shape[dim + 1 :]))
+
+
+def _exchange(
+    sent: Tensor,
+    leaving: list[int],
+    coming: list[int],
+    move: Move,
+    group: str,
+    what: str,
+) -> tuple[Tensor, Any]:
+    """Begin to exchange tokens; return where they come, and what to wait for."""
+    received = sent.new_empty((sum(coming), *sent.shape[1:]))
+    if move.is_local:
+        return received, None
+    pg = group_by_name(group)
+    where = f"{what}cp::moved_tokens on rank {pg.rank()} of {pg.size()} in group"
+    with call_site(f"{where} {group!r}"):
+        work = dist.all_to_all_single(
+            as_bytes(received),
+            as_bytes(sent),
+            coming,
+            leaving,
+            group=pg,
+            async_op=True,
+        )
+    return received, work
+
+
+def _local_counts(
+    lengths: Sequence[int], layouts: str, ranks: int, rank: int
+) -> list[int]:
+    names = layouts.split()[:-1]
+    return [
+        n if name == WHOLE else Chunks(n, ranks).count(rank)
+        for n, name in zip(lengths, names, strict=True)
+    ]
+
+
+def _check(
+    xs: Sequence[Tensor],
+    dim: int,
+    lengths: Sequence[int],
+    layouts: str,
+    ranks: int,
+    rank: int,
+) -> None:
+    counts = _local_counts(lengths, layouts, ranks, rank)
+    for x, count in zip(xs, counts, strict=True):
+        if not 0 <= dim < x.ndim or x.shape[dim] != count:
+            raise ValueError(
+                f"cp::moved_tokens: got a source {tuple(x.shape)} and dim {dim} on "
+                f"rank {rank} of {ranks}, with lengths {list(lengths)} in layouts "
+                f"{layouts!r}; needed {count} tokens on that dim. Pass as many as "
+                "torch.chunk deals out"
+            )
+
+
+@moved_tokens.register_fake
+def _(
+    xs: Sequence[Tensor],
+    dim: int,
+    lengths: Sequence[int],
+    layouts: str,
+    pieces: Sequence[int],
+    length: int,
+    fill: float,
+    group: str,
+) -> Tensor:
+    pg = group_by_name(group)
+    shape = list(xs[0].shape)
+    shape[dim] = Chunks(length, pg.size()).count(pg.rank())
+    return xs[0].new_empty(shape)
+
+
+@moved_tokens_backward.register_fake
+def _(
+    grad: Tensor,
+    dim: int,
+    lengths: Sequence[int],
+    layouts: str,
+    pieces: Sequence[int],
+    length: int,
+    group: str,
+) -> list[Tensor]:
+    pg = group_by_name(group)
+    results = []
+    for count in _local_counts(lengths, layouts, pg.size(), pg.rank()):
+        shape = list(grad.shape)
+        shape[dim] = count
+        results.append(grad.new_empty(shape))
+    return results
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, *ctx.rest = inputs
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    *rest, _, group = ctx.rest
+    return moved_tokens_backward(grad, *rest, group), *[None] * 7
+
+
+moved_tokens.register_autograd(_gradient, setup_context=_remember)

@@ -1,0 +1,415 @@
+"""Decide on calls that move tokens: what changes its rank travels, and nothing else.
+
+    getitem = x[:, 1:]                                  # x: [2, 16, 8] S(1)
+      ->
+    cp_move_tokens = cp_move_tokens([x], 1, 'slice', 1, None, None)   # [2, 15, 8] S(1)
+
+A rule reads what a call does along the tokens. What it does along other dimensions
+stays a call of its own, on the result.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from cpcompile.geometry.lengths import expected, is_same, is_symbol
+from cpcompile.geometry.token_moves import sliced
+
+from ...graph.calls import canonical_call
+from ...graph.new_call import NewCall
+from ...graph.nodes import expected_shape, fake_value
+from ...placement.decisions import Decision, Propagate, Replace
+from ...placement.graph_values import GraphValues
+from ...placement.token_moves import are_few, cp_move_tokens, cp_split_tokens
+from ...placement.token_picks import cp_gather_at, cp_pick_tokens
+
+_MOST_PICKS = 8
+"""More picks of one value cost more messages than to gather it once."""
+_ALL = slice(None)
+_EXACT = 2**53
+"""A number up to here is the same as a float."""
+
+
+def moved_tokens(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Decide on a call that moves tokens of a sharded sequence; None for others."""
+    call = canonical_call(node)
+    rule = RULES.get(call.name)
+    if rule is None or not call.arguments:
+        return None
+    return rule(known, node, call.arguments)
+
+
+def _token_dim(known: GraphValues, x: Any) -> int | None:
+    """Return the dimension along which the axis, and no other, splits a value."""
+    value = known.value(x) if isinstance(x, fx.Node) else None
+    if not isinstance(value, DTensor) or known.is_joint(value):
+        return None
+    placement = value.placements[known.ctx.axis]
+    if type(placement) is not Shard or value.placements.count(placement) > 1:
+        return None
+    if any(p.is_partial() for p in value.placements):
+        return None
+    return int(placement.dim)
+
+
+def _moved(
+    known: GraphValues, xs: Sequence[Any], dim: int, how: str, *args: Any, **kwargs: Any
+) -> NewCall:
+    return NewCall(cp_move_tokens, ([*xs], known.on, dim, how, *args), kwargs)
+
+
+def _item(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
+    x, index = given["input"], given["index"]
+    if not isinstance(x, fx.Node):
+        return None
+    dim = _token_dim(known, x)
+    if dim is None:
+        return None
+    items = _items(index, fake_value(x).ndim)
+    if items is None:
+        return None
+    place = _place_of(items, dim)
+    item = items[place]
+    if isinstance(item, slice):
+        sliced_x = _slice(known, x, dim, item)
+        if sliced_x is None:
+            return None
+        rest = (*items[:place], slice(None), *items[place + 1 :])
+        return _then(sliced_x, rest)
+    return _picked(known, node, x, dim, items)
+
+
+def _then(x: NewCall, items: tuple[Any, ...]) -> Decision:
+    """Return the decision to make a call, and to read items of what it gives."""
+    if all(isinstance(item, slice) and item == slice(None) for item in items):
+        return Replace(x)
+    return Propagate(NewCall(operator.getitem, (x, items)))
+
+
+def _items(index: Any, ndim: int) -> tuple[Any, ...] | None:
+    """Write an index out, with an item for every dimension; None for masks, lists."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    for item in items:
+        value = fake_value(item) if isinstance(item, fx.Node) else item
+        if isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8):
+            return None
+        if isinstance(value, bool | list):
+            return None
+    counted = sum(item is not None and item is not Ellipsis for item in items)
+    if sum(item is Ellipsis for item in items) > 1 or counted > ndim:
+        return None
+    if Ellipsis not in [x for x in items if not isinstance(x, fx.Node)]:
+        items.append(Ellipsis)
+    at = next(i for i, item in enumerate(items) if item is Ellipsis)
+    return (*items[:at], *[slice(None)] * (ndim - counted), *items[at + 1 :])
+
+
+def _place_of(items: tuple[Any, ...], dim: int) -> int:
+    """Return the place of the item of a dimension; None adds one."""
+    places = [i for i, item in enumerate(items) if item is not None]
+    return places[dim]
+
+
+def _slice(known: GraphValues, x: fx.Node, dim: int, item: slice) -> NewCall | None:
+    """Return the call that cuts a sequence; None if it stays as it is."""
+    length, numbers = known.value(x).shape[dim], known.value(item)
+    _, count = sliced(length, numbers.start, numbers.stop, numbers.step)
+    if is_same(count, length) or expected(count) == 0:
+        return None
+    if are_few(count, known.ctx.ranks):
+        if _is_picked_often(known, x, dim):
+            return None
+        items = (
+            *[slice(None)] * dim,
+            item,
+            *[slice(None)] * (fake_value(x).ndim - 1 - dim),
+        )
+        return NewCall(cp_pick_tokens, (x, known.on, dim, items))
+    return _moved(known, [x], dim, "slice", item.start, item.stop, item.step)
+
+
+def _picked(
+    known: GraphValues, node: fx.Node, x: fx.Node, dim: int, items: tuple[Any, ...]
+) -> Decision | None:
+    """Decide on an index of tokens, which may be data."""
+    value = known.value(x)
+    if None in [i for i in items if not isinstance(i, fx.Node)]:
+        return None
+    if not all(p.is_replicate() for p in _others(known, value)):
+        return None
+    if any(_is_split(known, item) for item in items) or _is_picked_often(known, x, dim):
+        return None
+    size, whole = (math.prod(expected_shape(v)) for v in (fake_value(node), value))
+    if isinstance(fake_value(items[dim]), Tensor) and 2 * size > whole:
+        return None  # nearly all of the sequence
+    return Replace(NewCall(cp_pick_tokens, (x, known.on, dim, items)))
+
+
+def _others(known: GraphValues, value: DTensor) -> list[Any]:
+    return [p for i, p in enumerate(value.placements) if i != known.ctx.axis]
+
+
+def _is_split(known: GraphValues, x: Any) -> bool:
+    value = known.value(x) if isinstance(x, fx.Node) else None
+    return isinstance(value, DTensor) and not all(
+        p.is_replicate() for p in value.placements
+    )
+
+
+def _is_picked_often(known: GraphValues, x: fx.Node, dim: int) -> bool:
+    """Tell whether single tokens of a value are read again and again."""
+    picks = [
+        user
+        for user in x.users
+        if canonical_call(user).name in ("getitem", "select", "narrow")
+    ]
+    return len(picks) > _MOST_PICKS
+
+
+def _narrow(
+    known: GraphValues, node: fx.Node, given: dict[str, Any]
+) -> Decision | None:
+    x, dim = given["input"], _token_dim(known, given["input"])
+    start, length = given["start"], given["length"]
+    if dim is None or given["dim"] % fake_value(x).ndim != dim:
+        return None
+    if not isinstance(start, int) or not isinstance(length, int) or start < 0:
+        return None
+    call = _slice(known, x, dim, slice(start, start + length))
+    return None if call is None else Replace(call)
+
+
+def _select(
+    known: GraphValues, node: fx.Node, given: dict[str, Any]
+) -> Decision | None:
+    x, dim = given["input"], _token_dim(known, given["input"])
+    if dim is None or given["dim"] % fake_value(x).ndim != dim:
+        return None
+    if not isinstance(given["index"], int):
+        return None
+    return _picked(known, node, x, dim, _along(x, dim, given["index"]))
+
+
+def _along(x: fx.Node, dim: int, item: Any) -> tuple[Any, ...]:
+    """Return an item for every dimension, all of each but one."""
+    after = fake_value(x).ndim - 1 - dim
+    return (*[slice(None)] * dim, item, *[slice(None)] * after)
+
+
+def _index_select(
+    known: GraphValues, node: fx.Node, given: dict[str, Any]
+) -> Decision | None:
+    x, dim = given["input"], _token_dim(known, given["input"])
+    if dim is None or given["dim"] % fake_value(x).ndim != dim:
+        return None
+    return _picked(known, node, x, dim, _along(x, dim, given["index"]))
+
+
+def _gather(
+    known: GraphValues, node: fx.Node, given: dict[str, Any]
+) -> Decision | None:
+    x, index = given["input"], given["index"]
+    dim = _token_dim(known, x)
+    if dim is None or given["dim"] % fake_value(x).ndim != dim:
+        return None
+    value = known.value(x)
+    if not all(p.is_replicate() for p in _others(known, value)):
+        return None
+    if (
+        _is_split(known, index)
+        or 2 * expected_shape(fake_value(index))[dim] > expected_shape(value)[dim]
+    ):
+        return None
+    return Replace(NewCall(cp_gather_at, (x, known.on, dim, index)))
+
+
+def _roll(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
+    x, dim = given["input"], _token_dim(known, given["input"])
+    shifts, dims = _list(given["shifts"]), _list(given["dims"])
+    if dim is None or not dims or not all(isinstance(n, int) for n in shifts):
+        return None
+    ndim = fake_value(x).ndim
+    shift = sum(n for n, d in zip(shifts, dims, strict=True) if d % ndim == dim)
+    rest = [(n, d) for n, d in zip(shifts, dims, strict=True) if d % ndim != dim]
+    if len(rest) == len(dims):
+        return None
+    moved = _moved(known, [x], dim, "roll", shift)
+    if not rest:
+        return Replace(moved)
+    return Propagate(NewCall(torch.roll, (moved, *map(list, zip(*rest, strict=True)))))
+
+
+def _flip(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
+    x, dim = given["input"], _token_dim(known, given["input"])
+    if dim is None:
+        return None
+    ndim = fake_value(x).ndim
+    dims = [d % ndim for d in _list(given["dims"])]
+    if dim not in dims:
+        return None
+    moved, rest = _moved(known, [x], dim, "flip"), [d for d in dims if d != dim]
+    return Propagate(NewCall(torch.flip, (moved, rest))) if rest else Replace(moved)
+
+
+def _pad(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
+    x, dim = given["input"], _token_dim(known, given["input"])
+    if dim is None:
+        return None
+    pad, mode, value = list(given["pad"]), given.get("mode", "constant"), given["value"]
+    place = 2 * (fake_value(x).ndim - 1 - dim)
+    if place >= len(pad) or not any(pad[place : place + 2]):
+        return None
+    if not all(isinstance(n, int) for n in pad):
+        return None
+    fill = 0.0 if value is None else value
+    if not isinstance(fill, int | float) or abs(fill) > _EXACT:
+        return None
+    before, after = pad[place : place + 2]
+    if are_few(known.value(x).shape[dim] + before + after, known.ctx.ranks):
+        return None
+    moved = _moved(known, [x], dim, "pad", before, after, mode, fill=float(fill))
+    pad[place : place + 2] = 0, 0
+    if not any(pad):
+        return Replace(moved)
+    return Propagate(NewCall(F.pad, (moved, pad, mode, value)))
+
+
+def _cat(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
+    return joined(known, [*given["tensors"]], given["dim"])
+
+
+def joined(known: GraphValues, tensors: list[Any], along: Any) -> Decision | None:
+    """Decide on torch.cat: sharded sequences are joined where they lie."""
+    found = (_token_dim(known, x) for x in tensors)
+    dims = {dim for dim in found if dim is not None}
+    values = known.value(tensors)
+    if len(dims) != 1 or not all(isinstance(x, Tensor) for x in values):
+        return None
+    (dim,) = dims
+    if along % fake_value(tensors[0]).ndim != dim or _differ(known, values, dim):
+        return None
+    return Replace(_moved(known, tensors, dim, "cat"))
+
+
+def _differ(known: GraphValues, values: Sequence[Tensor], dim: int) -> bool:
+    """Tell whether sources of one sequence have not one dtype, or lie differently."""
+    axis = known.ctx.axis
+    if len({x.dtype for x in values}) > 1:
+        return True
+    placed = [x.placements for x in values if isinstance(x, DTensor)]
+    ours = [x for x in placed if x[axis] == Shard(dim)]
+    whole = [p for x in placed if x[axis] != Shard(dim) for p in x]
+    return any(x != ours[0] for x in ours) or not all(p.is_replicate() for p in whole)
+
+
+def _diff(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
+    x, dim = given["input"], _token_dim(known, given["input"])
+    if dim is None or given["dim"] % fake_value(x).ndim != dim or given["n"] != 1:
+        return None
+    if given["prepend"] is not None or given["append"] is not None:
+        return None
+    value = known.value(x)
+    if value.dtype == torch.bool or are_few(value.shape[dim] - 1, known.ctx.ranks):
+        return None
+    later = _moved(known, [x], dim, "slice", 1, None, 1)
+    earlier = _moved(known, [x], dim, "slice", None, -1, 1)
+    return Replace(NewCall(torch.sub, (later, earlier)))
+
+
+def assigned_tokens(
+    known: GraphValues, base: fx.Node, part: Any, index: Any
+) -> NewCall | None:
+    """Return the call for base[index] = part, where the index has a range of tokens.
+
+    One token is a range, too, in which the part has no dimension of tokens.
+    """
+    value, part_value = known.value(base), known.value(part)
+    ndim = value.ndim
+    items = _items(index, ndim)
+    if items is None or not isinstance(part_value, Tensor | int | float):
+        return None
+    cut = [d for d, x in enumerate(items) if not (isinstance(x, slice) and x == _ALL)]
+    if len(cut) == 1 and isinstance(items[cut[0]], int):
+        return _written_token(known, base, part, cut[0], items[cut[0]])
+    if not all(isinstance(item, slice) for item in items):
+        return None
+    missing = ndim - getattr(part_value, "ndim", ndim)
+    dim, of_part = _token_dim(known, base), _token_dim(known, part)
+    if dim is None and not isinstance(value, DTensor) and of_part is not None:
+        dim = of_part + missing  # a new tensor that is filled
+    if dim is None or cut != [dim] or missing < 0:
+        return None
+    item = items[dim]
+    numbers = known.value(item)
+    joined = sliced(value.shape[dim], numbers.start, numbers.stop, numbers.step)
+    place = (dim, "assign", item.start, item.stop, item.step)
+    if not isinstance(part_value, Tensor):
+        if abs(part_value) > _EXACT:
+            return None
+        return _moved(known, [base], *place, fill=float(part_value))
+    if of_part != dim - missing and _is_split(known, part):
+        return None
+    region = list(value.shape)
+    region[dim] = joined.length
+    if part_value.dtype != value.dtype:
+        part = NewCall(torch.Tensor.to, (part, value.dtype))
+    if list(part_value.shape) != region:
+        part = NewCall(torch.Tensor.expand, (part, region))
+    return _moved(known, [base, part], *place)
+
+
+def _written_token(
+    known: GraphValues, base: fx.Node, part: Any, dim: int, token: int
+) -> NewCall | None:
+    """Return the call for base[:, token] = part."""
+    value, part_value = known.value(base), known.value(part)
+    if _token_dim(known, base) != dim or _is_split(known, part):
+        return None
+    place = (dim, "assign", token, token + 1 or None, 1)
+    if not isinstance(part_value, Tensor):
+        fill = float(part_value)
+        return _moved(known, [base], *place, fill=fill) if abs(fill) <= _EXACT else None
+    row = [n for d, n in enumerate(value.shape) if d != dim]
+    if part_value.dtype != value.dtype:
+        part = NewCall(torch.Tensor.to, (part, value.dtype))
+    if list(part_value.shape) != row:
+        part = NewCall(torch.Tensor.expand, (part, row))
+    return _moved(known, [base, NewCall(torch.unsqueeze, (part, dim))], *place)
+
+
+def _list(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, list | tuple) else [x]
+
+
+def _split(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
+    x, dim = given["input"], _token_dim(known, given["input"])
+    if dim is None or given.get("dim", 0) % fake_value(x).ndim != dim:
+        return None
+    sizes = [part.shape[dim] for part in fake_value(node)]
+    if any(map(is_symbol, sizes)):
+        return None
+    return Propagate(NewCall(cp_split_tokens, (x, known.on, dim, sizes)))
+
+
+RULES: dict[str, Callable[[GraphValues, fx.Node, dict[str, Any]], Decision | None]] = {
+    "getitem": _item,
+    "narrow": _narrow,
+    "select": _select,
+    "index_select": _index_select,
+    "gather": _gather,
+    "diff": _diff,
+    "roll": _roll,
+    "flip": _flip,
+    "pad": _pad,
+    "cat": _cat,
+    **dict.fromkeys(("split", "chunk", "tensor_split", "split_with_sizes"), _split),
+}

@@ -1,0 +1,196 @@
+"""Calls that move tokens of sharded sequences: each rank sends what is elsewhere after.
+
+DTensor gathers a sequence for a slice, a shift, padding or an assignment to a range.
+Here the result is sharded as its source is, and only tokens whose rank changes travel,
+by cp::moved_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from cpcompile.geometry import token_moves
+from cpcompile.geometry.layout import Layout, TokenLayout, leaves_ranks_empty
+from cpcompile.geometry.lengths import Size, expected, is_symbol, require
+from cpcompile.geometry.token_moves import Joined, move_of
+from cpcompile.ops.comm.moved_tokens import WHOLE
+from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.torch_private.dispatch_modes import disable_current_modes
+
+from ..graph.held import MeshAxis
+from ..graph.nodes import fake_value
+from .placement_calls import cp_replicate
+from .token_picks import cp_pick_tokens
+
+_LEAST = 8
+"""Tokens per rank from which a length may stay a symbol.
+
+Ranks have numbers of tokens that differ by few; what torch asks of them (Is it 1?) has
+one answer on all ranks then, so that all have the same guards.
+"""
+
+_MOVES: dict[str, Callable[..., Joined]] = {
+    "slice": lambda lengths, *args: token_moves.sliced(*lengths, *args),
+    "roll": lambda lengths, *args: token_moves.rolled(*lengths, *args),
+    "flip": lambda lengths: token_moves.flipped(*lengths),
+    "pad": lambda lengths, *args: token_moves.padded(*lengths, *args),
+    "cat": token_moves.concatenated,
+    "assign": lambda lengths, start, stop, step: token_moves.assigned(
+        lengths[0], start, stop, step, len(lengths) - 1 or token_moves.FILL
+    ),
+}
+
+
+def cp_move_tokens(
+    xs: Sequence[Tensor],
+    on: MeshAxis,
+    dim: int,
+    how: str,
+    /,
+    *args: Any,
+    fill: float = 0.0,
+    layout: str = Layout.CONTIGUOUS.value,
+) -> DTensor:
+    """Make a sequence of tokens of others, sharded on the axis along `dim`.
+
+    Args:
+        xs: DTensors that are sharded along `dim` on the axis, or not at all there, and
+            plain tensors; of one dtype, and equal but for the tokens. At least one is
+            sharded.
+        how, args: "slice", start, stop, step; "roll", shift; "flip"; "pad", before,
+            after, mode; "cat"; "assign", start, stop, step, where the second one is
+            assigned, or `fill` where there is no second one.
+        fill: the number of padding.
+        layout: of the tokens that are sharded, before and after.
+    """
+    lengths = [x.shape[dim] for x in xs]
+    joined = _MOVES[how](lengths, *args)
+    for length in (*lengths, joined.length):
+        require(length >= _LEAST * on.size if is_symbol(length) else True)
+    like = next(x for x in xs if isinstance(x, DTensor) and _is_split(x, on, dim))
+    locals_ = []
+    for x in xs:
+        full = x if isinstance(x, DTensor) else cp_replicate(x, on)
+        locals_.append(_local(full, like, on, dim))
+    names = [layout if _is_split(x, on, dim) else WHOLE for x in xs]
+    local = torch.ops.cp.moved_tokens(
+        locals_,
+        dim,
+        lengths,
+        " ".join((*names, layout)),
+        [*chain.from_iterable(joined.pieces)],
+        joined.length,
+        fill,
+        on.mesh.get_group(on.axis).group_name,
+    )
+    shape = list(like.shape)
+    shape[dim] = joined.length
+    return _sharded(local, like, torch.Size(shape))
+
+
+def cp_split_tokens(
+    x: DTensor,
+    on: MeshAxis,
+    dim: int,
+    sizes: Sequence[int],
+    layout: str = Layout.CONTIGUOUS.value,
+) -> list[Tensor]:
+    """Cut a sequence into some, each sharded on the axis along `dim`.
+
+    Every rank has all of a part that would leave ranks without a token.
+    """
+    parts: list[Tensor] = []
+    start = 0
+    for size in sizes:
+        if are_few(size, on.size):
+            every: list[Any] = [slice(None)] * x.ndim
+            every[dim] = slice(start, start + size)
+            parts.append(cp_pick_tokens(x, on, dim, tuple(every), layout))
+        else:
+            cut = (start, start + size, 1)
+            parts.append(cp_move_tokens([x], on, dim, "slice", *cut, layout=layout))
+        start += size
+    return parts
+
+
+def are_few(tokens: Size, ranks: int) -> bool:
+    """Tell whether ranks would be left without a token; one token is not shared."""
+    here = expected(tokens)
+    return here < 2 or leaves_ranks_empty(here, ranks)
+
+
+def tokens_sent(node: fx.Node, layout: Layout, ranks: int) -> int:
+    """Count the tokens that the first rank sends for a call of one of these."""
+    arguments: Any = fx.node.map_aggregate(node.args, _expected)
+    xs, on, dim, *how = arguments
+    if node.target is cp_split_tokens:
+        cuts = [
+            ("slice", *pair, 1)
+            for pair in pairwise([0, *accumulate(how[0])])
+            if not are_few(pair[1] - pair[0], ranks)
+        ]
+        return sum(_sent([xs], on, dim, layout, ranks, *cut) for cut in cuts)
+    return _sent(xs, on, dim, layout, ranks, *how)
+
+
+def _expected(x: Any) -> Any:
+    """Return the value of a size in this call; tensors stay nodes."""
+    value = fake_value(x)
+    return expected(value) if isinstance(value, int | torch.SymInt) else x
+
+
+def _sent(
+    xs: Sequence[fx.Node],
+    on: MeshAxis,
+    dim: int,
+    layout: Layout,
+    ranks: int,
+    how: str,
+    *args: Any,
+) -> int:
+    values = [fake_value(x) for x in xs]
+    lengths = [expected(x.shape[dim]) for x in values]
+    joined = _MOVES[how](lengths, *args)
+    layouts = [layout if _is_split(x, on, dim) else None for x in values]
+    sources = tuple(zip(lengths, layouts, strict=True))
+    result = TokenLayout.of(layout, joined.length, ranks)
+    host = torch.device("cpu")
+    with disable_current_modes():
+        return sum(move_of(sources, tuple(joined.pieces), result, 0, host).sent)
+
+
+def _local(x: DTensor, like: DTensor, on: MeshAxis, dim: int) -> Tensor:
+    """Return this rank's part of a source.
+
+    Of a source that every rank has in whole, each rank reads what its own tokens need:
+    its gradient is a sum over the ranks.
+    """
+    placements = list(like.placements)
+    grads: list[Placement] = list(like.placements)
+    if not _is_split(x, on, dim):
+        placements[on.axis] = Replicate()
+        grads[on.axis] = Partial()
+    return local_part(x.redistribute(placements=placements), grads)
+
+
+def _is_split(x: Tensor, on: MeshAxis, dim: int) -> bool:
+    return isinstance(x, DTensor) and x.placements[on.axis] == Shard(dim)
+
+
+def _sharded(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
+    """Return a local tensor as a DTensor, placed as another one."""
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=shape,
+        stride=contiguous_strides(shape),
+    )

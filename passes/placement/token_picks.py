@@ -1,0 +1,109 @@
+"""Pick a few tokens of a sharded sequence: each rank gives what it has, for a sum.
+
+    x[:, -1]    x[arange(B), lengths - 1]    x.gather(1, index)    x[:, :4]
+
+The result is the same on every rank. It is as small as what is picked, whatever the
+length of the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from cpcompile.geometry.layout import Layout, TokenLayout
+from cpcompile.geometry.token_moves import sliced
+from cpcompile.ops.dtensor.local_part import local_part
+
+from ..graph.held import MeshAxis
+
+
+def cp_pick_tokens(
+    x: DTensor,
+    on: MeshAxis,
+    dim: int,
+    items: tuple[Any, ...],
+    layout: str = Layout.CONTIGUOUS.value,
+) -> Tensor:
+    """Return x[items] on every rank, where an item picks tokens along `dim`.
+
+    items: one for every dimension of x, numbers, slices and tensors of numbers; that of
+    `dim` is a number or a tensor, or a slice of few tokens.
+
+    Raises: as torch does, for a position that x has not; on GPUs an assertion of the
+    device.
+    """
+    local, lies, valid = _own(x, on, dim, items[dim], layout)
+    own_items = (*items[:dim], lies, *items[dim + 1 :])
+    advanced = [i for i, item in enumerate(own_items) if isinstance(item, Tensor | int)]
+    block = torch.broadcast_shapes(
+        *(item.shape for item in own_items if isinstance(item, Tensor))
+    )
+    # torch reads the value of an index without dimensions, which has no data here.
+    own_items = tuple(x[None] if _is_number(x) else x for x in own_items)
+    picked = local[own_items]
+    adjacent = advanced == [*range(advanced[0], advanced[-1] + 1)]
+    first = advanced[0] if adjacent else 0
+    if not block:
+        picked = picked.squeeze(first)
+    mask = valid.expand(block).reshape(
+        *block, *[1] * (picked.ndim - first - len(block))
+    )
+    return _summed(torch.where(mask, picked, 0), x, on)
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.ndim == 0
+
+
+def cp_gather_at(
+    x: DTensor,
+    on: MeshAxis,
+    dim: int,
+    index: Tensor,
+    layout: str = Layout.CONTIGUOUS.value,
+) -> Tensor:
+    """Return x.gather(dim, index) on every rank, where `dim` has the tokens."""
+    local, lies, valid = _own(x, on, dim, index, layout)
+    return _summed(torch.where(valid, local.gather(dim, lies), 0), x, on)
+
+
+def _own(
+    x: DTensor, on: MeshAxis, dim: int, index: Tensor | slice | int, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this rank's tokens, which of them an index means, and whether it has any.
+
+    Where it has none the first token stands for it.
+    """
+    length, rank = x.shape[dim], on.mesh.get_local_rank(on.axis)
+    tokens = TokenLayout.of(Layout(layout), length, on.size)
+    start, count = tokens.start(rank), tokens.count(rank)
+    if isinstance(index, slice):
+        (piece,), chosen = sliced(length, index.start, index.stop, index.step)
+        whole = torch.arange(chosen, device=x.device) * piece.step + piece.start
+    elif isinstance(index, int):
+        position = index + length if index < 0 else index
+        whole = torch.full((), position, dtype=torch.int64, device=x.device)
+    else:
+        whole = index.full_tensor() if isinstance(index, DTensor) else index
+    # torch looks at the bounds, and counts negative numbers from the end.
+    index = tokens.inverse(x.device)[whole.reshape(-1)].reshape(whole.shape)
+    local = local_part(x)
+    if count == 0:  # ranks make the same calls
+        local = F.pad(local, (0, 0) * (x.ndim - 1 - dim) + (0, 1))
+    lies = index - start
+    valid = (lies >= 0) & (lies < count)
+    return local, torch.where(valid, lies, 0), valid
+
+
+def _summed(own: Tensor, x: DTensor, on: MeshAxis) -> Tensor:
+    """Return the sum of what ranks have, on each of them."""
+    everywhere: list[Placement] = [Replicate()] * on.mesh.ndim
+    summed = list(everywhere)
+    summed[on.axis] = Partial()
+    parts = DTensor.from_local(own, on.mesh, summed, run_check=False)
+    return parts.redistribute(placements=everywhere)

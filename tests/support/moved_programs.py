@@ -1,0 +1,173 @@
+"""Models that take tokens apart: slices, shifts, picks and joined sequences.
+
+Each has an embedding, an attention, and a head that is a function of its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+WORDS, CHANNELS, HEADS = 48, 16, 2
+PADDING = 0  # an id
+
+
+class Model(nn.Module):
+    """One attention over embedded ids [B, S], and what `head` makes of it."""
+
+    def __init__(self, head: Callable[[Model, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, CHANNELS)
+        self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS)
+        self.out = nn.Linear(CHANNELS, CHANNELS)
+        self.mix = nn.Linear(CHANNELS, CHANNELS)
+        self.logits = nn.Linear(CHANNELS, WORDS, bias=False)
+        self.score = nn.Linear(CHANNELS, 1)
+        self.registers = nn.Parameter(torch.randn(1, 3, CHANNELS))
+        self.head = head
+
+    def attend(self, x: Tensor, is_causal: bool = True) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result = self.head(self, self.attend(self.embed(ids)), ids)
+        if result.ndim == 0:
+            return result
+        # Nothing but a number leaves the graph: results would be gathered.
+        weights = torch.linspace(-1, 1, result.numel(), dtype=result.dtype)
+        return (result.sin() * weights.view(result.shape)).sum()
+
+
+def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def policy_loss(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    """As GRPO has it, with a mask of the completion."""
+    log_probs = log_probabilities(m.logits(x)[:, :-1], ids[:, 1:])
+    counts = (ids[:, 1:] > WORDS // 4).to(log_probs.dtype)
+    ratio = torch.exp(log_probs - log_probs.detach())
+    return -(ratio * counts).sum() / counts.sum()
+
+
+def entropy(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    log_probs = m.logits(x)[:, :-1].log_softmax(-1)
+    return -(log_probs.exp() * log_probs).sum(-1).mean()
+
+
+def next_tokens(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    """Multi-token prediction, as DeepSeek-V3 has it."""
+    later = torch.roll(m.embed(ids), -1, 1)
+    y = m.attend(m.mix(x + later))
+    return F.cross_entropy(m.logits(y)[:, :-2].flatten(0, 1), ids[:, 2:].flatten())
+
+
+def draft(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    """Steps of a draft model are unrolled, as by EAGLE-3."""
+    later, loss = m.embed(ids), x.new_zeros(())
+    for _ in range(2):
+        later = torch.cat([later[:, 1:], torch.zeros_like(later[:, :1])], 1)
+        x = m.attend(m.mix(x + later))
+        loss = loss + F.cross_entropy(m.logits(x).transpose(1, 2), ids)
+    return loss
+
+
+def shifted_by_writes(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, 1:] = x[:, :-1]
+    return m.attend(x + y)
+
+
+def registers_written(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, :3] = m.registers
+    y[:, -2:] = 0.5
+    y[:, 5] = m.registers[0, 0]
+    y[:, -4] = 0.25
+    y[:, 7] = x[:, 8]
+    return m.attend(y)
+
+
+def registers_joined(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    y = torch.cat([m.registers.expand(len(x), -1, -1), x], 1)
+    y = m.attend(y, is_causal=False)
+    return y[:, 3:] * y[:, :1]
+
+
+def last_valid(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    """As reward models and classifiers read it."""
+    last = (ids != PADDING).sum(1) - 1
+    return m.score(x).squeeze(-1)[torch.arange(len(x)), last]
+
+
+def gathered(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    places = ids[:, :5] % x.shape[1]
+    return x.gather(1, places.unsqueeze(-1).expand(-1, -1, CHANNELS))
+
+
+def masked_mean(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    counts = (ids != PADDING).unsqueeze(-1).to(x.dtype)
+    return (x * counts).sum(1) / counts.sum(1)
+
+
+HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
+    "flat loss": lambda m, x, ids: F.cross_entropy(
+        m.logits(x)[:, :-1].reshape(-1, WORDS), ids[:, 1:].reshape(-1)
+    ),
+    "copied loss": lambda m, x, ids: F.cross_entropy(
+        m.logits(x)[..., :-1, :].contiguous().view(-1, WORDS),
+        ids[..., 1:].contiguous().view(-1),
+    ),
+    "log-probabilities": lambda m, x, ids: log_probabilities(
+        m.logits(x)[:, :-1], ids[:, 1:]
+    ),
+    "policy loss": policy_loss,
+    "entropy": entropy,
+    "last logits": lambda m, x, ids: m.logits(x[:, -7:]),
+    "next tokens": next_tokens,
+    "draft": draft,
+    "shift by writes": shifted_by_writes,
+    "shift by pad": lambda m, x, ids: m.attend(x + F.pad(x, (0, 0, 1, -1))),
+    "difference": lambda m, x, ids: x.diff(dim=1),
+    "every second": lambda m, x, ids: m.attend(x[:, ::2]),
+    "backwards": lambda m, x, ids: m.attend(x.flip(1)),
+    "narrow": lambda m, x, ids: m.attend(x.narrow(1, 3, x.shape[1] - 5)),
+    "parts": lambda m, x, ids: torch.cat(
+        [
+            m.attend(part) * (i + 1)
+            for i, part in enumerate(x.split([9, len(x[0]) - 9], 1))
+        ],
+        1,
+    ),
+    "registers written": registers_written,
+    "registers joined": registers_joined,
+    "twice": lambda m, x, ids: m.attend(torch.cat([x[:, :9], x], 1))[:, 9:],
+    "last valid token": last_valid,
+    "class token": lambda m, x, ids: m.score(x[:, 0]),
+    "last token": lambda m, x, ids: m.score(x[:, -1]),
+    "chosen tokens": lambda m, x, ids: x[:, torch.tensor([0, 3, -2])],
+    "gathered tokens": gathered,
+    "masked mean": masked_mean,
+}
+
+
+def make(name: str) -> Callable[[], Model]:
+    """A function that makes the model of a head."""
+    return lambda: Model(HEADS_OF[name])
+
+
+def ids_of(batch: int, tokens: int) -> Tensor:
+    """Token ids; the last ones of each row are padding."""
+    ids = torch.randint(1, WORDS, (batch, tokens))
+    for row in range(batch):
+        ids[row, tokens - 1 - 3 * (row % 2) :] = PADDING
+    return ids
