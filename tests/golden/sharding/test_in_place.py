@@ -57,6 +57,17 @@ mul = mul(cp_move_tokens, 2)
 cp_gather = cp_gather(mul)
 return (cp_gather,)""",
     )
+    assert not warnings(caplog)
+
+
+def test_assignment_to_a_part_of_tokens_and_channels(mesh, caplog):
+    def assign(x):
+        y = x.relu()
+        y[:, 0, :4] = 0
+        return y * 2
+
+    captured = sharded(assign, mesh)
+    assert "cp_replicated = cp_replicated(cp_functional, y, setitem" in captured.text
     (text,) = warnings(caplog)
     assert_golden(
         without_lines(text),
