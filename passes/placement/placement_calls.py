@@ -197,13 +197,14 @@ def cp_to_local(x: DTensor, placements: tuple[Placement, ...]) -> Tensor:
 def cp_mean(x: DTensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
     """Compute x.mean(dim) as a sum over a global count.
 
-    It is exact for uneven shards too.
+    It is exact for uneven shards too. See Note [Gradients of sums].
     """
     dims = range(x.ndim) if dim is None else ((dim,) if isinstance(dim, int) else dim)
     count = 1
     for d in dims:
         count *= x.shape[d]
-    return torch.sum(x, tuple(dims), keepdim, dtype=dtype) / count
+    summed = cp_pin(x) if x.requires_grad else x
+    return torch.sum(summed, tuple(dims), keepdim, dtype=dtype) / count
 
 
 def cp_dropout_mask(

@@ -6,6 +6,11 @@ to a sharded tensor. The gradient of that operand then comes back sharded, and r
 the backwards of calls that were tried with a replicated one; where the shards are
 uneven, views cannot do that. cp_pin brings such a gradient back to the placement of its
 value first.
+
+Note [Gradients of sums]
+The gradient of a sum is the same for all of its entries, so that DTensor has it whole on
+every rank, and computes with all entries from there on, up to a call that has saved a
+sharded value. cp_pin has each rank take its own entries.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from ...flow.trial_backward import (
     OnlyUnsplitGradients,
     OnlyWholeGradients,
 )
+from ...graph.calls import canonical_call
 from ...graph.cp_attention import is_cp_attention
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_pin, cp_unsplit
@@ -32,6 +38,8 @@ def inputs_to_pin(graph_values: GraphValues, node: fx.Node) -> list[fx.Node]:
     See Note [Gradients of uneven shards].
     """
     inputs = node.all_input_nodes
+    if canonical_call(node).name == "sum":
+        return [x for x in inputs if _is_summed(graph_values, node, x)]
     uneven = any(_is_uneven(graph_values.values[x]) for x in inputs)
     if not is_cp_attention(node) and not uneven:
         return []
@@ -70,6 +78,17 @@ def _is_whole(graph_values: GraphValues, argument: fx.Node) -> bool:
     if not isinstance(value, DTensor) or not value.requires_grad:
         return False
     return all(p.is_replicate() for p in value.placements)
+
+
+def _is_summed(known: GraphValues, node: fx.Node, x: fx.Node) -> bool:
+    """Tell whether a sum is over entries that ranks share, and has a gradient."""
+    value = known.values[x]
+    if not isinstance(value, DTensor) or not value.requires_grad:
+        return False
+    dims = canonical_call(node).arguments.get("dim")
+    dims = range(value.ndim) if dims in (None, []) else dims
+    summed = {d % value.ndim for d in ([dims] if isinstance(dims, int) else dims)}
+    return any(getattr(p, "dim", None) in summed for p in value.placements)
 
 
 def _is_uneven(value: Any) -> bool:

@@ -93,3 +93,32 @@ add = add(squeeze, mul)
 cp_gather = cp_gather(add)
 return (cp_gather,)""",
     )
+
+
+def test_a_sum_over_shared_tokens(mesh):
+    """Its gradient is the same for all tokens; each rank takes that of its own."""
+    scale = nn.Parameter(torch.randn(8))
+    weight = nn.Parameter(torch.randn(8, 8))
+
+    def summed(x):
+        return F.linear(sdpa(x * scale, x, x), weight).sum()
+
+    lines = body(sharded(summed, mesh)).splitlines()
+    assert_golden(
+        "\n".join(lines[-5:]),
+        """\
+linear = linear(squeeze, cp_replicate_1)
+cp_pin = cp_pin(linear)
+sum_1 = .sum(cp_pin)
+cp_gather = cp_gather(sum_1)
+return (cp_gather,)""",
+    )
+
+
+def test_a_sum_of_channels_is_not_pinned(mesh):
+    scale = nn.Parameter(torch.randn(8))
+
+    def summed(x):
+        return sdpa(x * scale, x, x).sum(-1)
+
+    assert "cp_pin" not in body(sharded(summed, mesh))
