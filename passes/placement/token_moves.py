@@ -18,7 +18,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cpcompile.geometry import token_moves
 from cpcompile.geometry.layout import Layout, TokenLayout, leaves_ranks_empty
-from cpcompile.geometry.lengths import Size, expected, is_symbol, require
+from cpcompile.geometry.lengths import (
+    LengthNotSymbolic,
+    Size,
+    expected,
+    is_symbol,
+    require,
+)
 from cpcompile.geometry.token_moves import Joined, move_of
 from cpcompile.ops.comm.moved_tokens import WHOLE
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
@@ -73,7 +79,10 @@ def cp_move_tokens(
     lengths = [x.shape[dim] for x in xs]
     joined = _MOVES[how](lengths, *args)
     for length in (*lengths, joined.length):
-        require(length >= _LEAST * on.size if is_symbol(length) else True)
+        if is_symbol(length):
+            if expected(length) < _LEAST * on.size:
+                raise LengthNotSymbolic(f"ranks have less than {_LEAST} tokens")
+            require(length >= _LEAST * on.size)
     like = next(x for x in xs if isinstance(x, DTensor) and _is_split(x, on, dim))
     locals_ = []
     for x in xs:

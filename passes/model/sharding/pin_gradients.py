@@ -8,9 +8,9 @@ uneven, views cannot do that. cp_pin brings such a gradient back to the placemen
 value first.
 
 Note [Gradients of sums]
-The gradient of a sum is the same for all of its entries, so that DTensor has it whole on
-every rank, and computes with all entries from there on, up to a call that has saved a
-sharded value. cp_pin has each rank take its own entries.
+The gradient of a sum is the same for all of its entries, so that DTensor has it whole
+on every rank, and computes with all entries from there on, up to a call that has saved
+a sharded value. cp_pin has each rank take its own entries.
 """
 
 from __future__ import annotations
