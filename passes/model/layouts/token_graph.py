@@ -228,13 +228,14 @@ class TokenGraph:
                 self._read(node, node)
         elif node.target in _LEAVING:
             if self._has_tokens(node):
-                keeps = self.ctx.keeps_layout and self._is_given_laid_out()
+                keeps = self.ctx.keeps_layout and self._is_given_laid_out(node)
                 self._add(node, *((None, 0.0) if keeps else (0.0, None)))
                 self._read(node, node)
         elif node.target in _ENTERING:
             if self.dim(value) is not None:
                 (source,) = node.all_input_nodes
-                laid_out = self.ctx.inputs[source].tokens == self.proofs.tokens
+                tokens = self.proofs_of(value).tokens
+                laid_out = self.ctx.inputs[source].tokens == tokens
                 self._add(node, *((None, 0.0) if laid_out else (0.0, None)))
         elif not self._has_tokens(node) and self.dim(value) is None:
             pass
@@ -257,10 +258,11 @@ class TokenGraph:
         placements = value.placements
         return bool(placements.count(placements[self.ctx.axis]) > 1)
 
-    def _is_given_laid_out(self) -> bool:
-        """Tell whether any input is given in the layout."""
+    def _is_given_laid_out(self, node: fx.Node) -> bool:
+        """Tell whether any input with the tokens of a call is given in the layout."""
+        tokens = self._proofs_for(node).tokens
         every = self.ctx.inputs.values()
-        return any(graph_input.tokens == self.proofs.tokens for graph_input in every)
+        return any(graph_input.tokens == tokens for graph_input in every)
 
     def _is_one_of_several(self, node: fx.Node) -> bool:
         """Tell whether a node is one of several results; note where its tokens are.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
@@ -163,6 +164,42 @@ SYMBOLIC = [
 def test_one_program_serves_many_lengths(pools, name):
     for graphs in pools[2].run(lengths, name, timeout=130):
         assert graphs == 2  # of the first length, and of all others
+
+
+def given_laid_out(of_second: str) -> None:
+    """A slice meets a second input of its length; both are given in layouts."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = sequence_mesh(3)
+    x, z = (torch.randn(2, n, 16, dtype=torch.float64) for n in (40, 39))
+
+    def model(x: Tensor, z: Tensor) -> Tensor:
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        y = y.transpose(1, 2).flatten(2)
+        return (y[:, 1:] * z * y[:, :-1].cos()).sin()
+
+    leaves = [v.clone().requires_grad_() for v in (x, z)]
+    wanted = model(*leaves)
+    wanted.backward(torch.ones_like(wanted))
+    grads = [leaf.grad for leaf in leaves]
+    leaves = [v.clone().requires_grad_() for v in (x, z)]
+    given = [
+        cp.shard(v, mesh, 1, layout=layout)
+        for v, layout in zip(leaves, ("zigzag", of_second), strict=True)
+    ]
+    compiled = torch.compile(model, backend="cp", options={"inner": "aot_eager"})
+    result = cp.unshard(compiled(*given))
+    assert_close(result.detach(), wanted.detach())
+    result.backward(torch.ones_like(result))
+    for leaf, grad in zip(leaves, grads, strict=True):
+        assert_close(leaf.grad, grad)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("of_second", ["zigzag", "contiguous"])
+def test_inputs_that_are_given_laid_out(pools, of_second):
+    pools[3].run(given_laid_out, of_second, timeout=80)
 
 
 def beyond() -> list[str]:
