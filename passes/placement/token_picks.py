@@ -53,7 +53,7 @@ def cp_pick_tokens(
     mask = valid.expand(block).reshape(
         *block, *[1] * (picked.ndim - first - len(block))
     )
-    return _summed(torch.where(mask, picked, 0), x, on)
+    return _summed(torch.where(mask, picked, picked.new_zeros(())), x, on)
 
 
 def _is_number(item: Any) -> bool:
@@ -69,7 +69,8 @@ def cp_gather_at(
 ) -> Tensor:
     """Return x.gather(dim, index) on every rank, where `dim` has the tokens."""
     local, lies, valid = _own(x, on, dim, index, layout)
-    return _summed(torch.where(valid, local.gather(dim, lies), 0), x, on)
+    picked = local.gather(dim, lies)
+    return _summed(torch.where(valid, picked, picked.new_zeros(())), x, on)
 
 
 def _own(
@@ -105,5 +106,6 @@ def _summed(own: Tensor, x: DTensor, on: MeshAxis) -> Tensor:
     everywhere: list[Placement] = [Replicate()] * on.mesh.ndim
     summed = list(everywhere)
     summed[on.axis] = Partial()
-    parts = DTensor.from_local(own, on.mesh, summed, run_check=False)
-    return parts.redistribute(placements=everywhere)
+    numbers = own.to(torch.uint8) if own.dtype == torch.bool else own
+    parts = DTensor.from_local(numbers, on.mesh, summed, run_check=False)
+    return parts.redistribute(placements=everywhere).to(x.dtype)

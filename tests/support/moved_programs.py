@@ -103,6 +103,19 @@ def registers_joined(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     return y[:, 3:] * y[:, :1]
 
 
+def hidden_tokens(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    y = m.mix(x)
+    y[:, :3] = float("-inf")
+    return y.exp() * F.pad(x[:, 1:], (0, 0, 0, 1), value=float("-inf")).exp()
+
+
+def flags(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    """Picks of booleans and integers."""
+    positive, whole = x > 0, (3 * x.sum(-1)).to(torch.int64)
+    picked = x[:, 1].where(positive[:, -1], -x[:, 2])
+    return picked * whole[:, :1] * positive[:, 3].logical_not()
+
+
 def last_valid(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     """As reward models and classifiers read it."""
     last = (ids != PADDING).sum(1) - 1
@@ -151,6 +164,8 @@ HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "registers written": registers_written,
     "registers joined": registers_joined,
     "twice": lambda m, x, ids: m.attend(torch.cat([x[:, :9], x], 1))[:, 9:],
+    "hidden tokens": hidden_tokens,
+    "flags": flags,
     "last valid token": last_valid,
     "class token": lambda m, x, ids: m.score(x[:, 0]),
     "last token": lambda m, x, ids: m.score(x[:, -1]),

@@ -96,8 +96,8 @@ def lay_out_tokens(graph: fx.Graph, ctx: Context) -> int:
         others = [
             n
             for n in _moved_lengths(graph, ctx, tokens)
-            if waiting.get(n, layout) is layout
-        ]
+            if ctx.length is None and waiting.get(n, layout) is layout
+        ]  # none beside a symbol, whose tokens are proved by themselves
         _LaidOut(graph, ctx, tokens, layout, others).rewrite()
         for n in (tokens, *others):
             waiting.pop(n, None)

@@ -35,8 +35,6 @@ from ...placement.token_picks import cp_gather_at, cp_pick_tokens
 _MOST_PICKS = 8
 """More picks of one value cost more messages than to gather it once."""
 _ALL = slice(None)
-_EXACT = 2**53
-"""A number up to here is the same as a float."""
 
 
 def moved_tokens(known: GraphValues, node: fx.Node) -> Decision | None:
@@ -126,14 +124,9 @@ def _slice(known: GraphValues, x: fx.Node, dim: int, item: slice) -> NewCall | N
     if is_same(count, length) or expected(count) == 0:
         return None
     if are_few(count, known.ctx.ranks):
-        if _is_picked_often(known, x, dim):
+        if _is_picked_often(x):
             return None
-        items = (
-            *[slice(None)] * dim,
-            item,
-            *[slice(None)] * (fake_value(x).ndim - 1 - dim),
-        )
-        return NewCall(cp_pick_tokens, (x, known.on, dim, items))
+        return NewCall(cp_pick_tokens, (x, known.on, dim, _along(x, dim, item)))
     return _moved(known, [x], dim, "slice", item.start, item.stop, item.step)
 
 
@@ -146,7 +139,7 @@ def _picked(
         return None
     if not all(p.is_replicate() for p in _others(known, value)):
         return None
-    if any(_is_split(known, item) for item in items) or _is_picked_often(known, x, dim):
+    if any(_is_split(known, item) for item in items) or _is_picked_often(x):
         return None
     size, whole = (math.prod(expected_shape(v)) for v in (fake_value(node), value))
     if isinstance(fake_value(items[dim]), Tensor) and 2 * size > whole:
@@ -165,7 +158,7 @@ def _is_split(known: GraphValues, x: Any) -> bool:
     )
 
 
-def _is_picked_often(known: GraphValues, x: fx.Node, dim: int) -> bool:
+def _is_picked_often(x: fx.Node) -> bool:
     """Tell whether single tokens of a value are read again and again."""
     picks = [
         user
@@ -270,13 +263,13 @@ def _pad(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision |
         return None
     if not all(isinstance(n, int) for n in pad):
         return None
-    fill = 0.0 if value is None else value
-    if not isinstance(fill, int | float) or abs(fill) > _EXACT:
+    fill = _as_float(0.0 if value is None else value)
+    if fill is None:
         return None
     before, after = pad[place : place + 2]
     if are_few(known.value(x).shape[dim] + before + after, known.ctx.ranks):
         return None
-    moved = _moved(known, [x], dim, "pad", before, after, mode, fill=float(fill))
+    moved = _moved(known, [x], dim, "pad", before, after, mode, fill=fill)
     pad[place : place + 2] = 0, 0
     if not any(pad):
         return Replace(moved)
@@ -353,9 +346,8 @@ def assigned_tokens(
     joined = sliced(value.shape[dim], numbers.start, numbers.stop, numbers.step)
     place = (dim, "assign", item.start, item.stop, item.step)
     if not isinstance(part_value, Tensor):
-        if abs(part_value) > _EXACT:
-            return None
-        return _moved(known, [base], *place, fill=float(part_value))
+        fill = _as_float(part)
+        return None if fill is None else _moved(known, [base], *place, fill=fill)
     if of_part != dim - missing and _is_split(known, part):
         return None
     region = list(value.shape)
@@ -376,14 +368,27 @@ def _written_token(
         return None
     place = (dim, "assign", token, token + 1 or None, 1)
     if not isinstance(part_value, Tensor):
-        fill = float(part_value)
-        return _moved(known, [base], *place, fill=fill) if abs(fill) <= _EXACT else None
+        fill = _as_float(part)
+        return None if fill is None else _moved(known, [base], *place, fill=fill)
     row = [n for d, n in enumerate(value.shape) if d != dim]
+    if part_value.ndim > len(row):
+        return None
     if part_value.dtype != value.dtype:
         part = NewCall(torch.Tensor.to, (part, value.dtype))
     if list(part_value.shape) != row:
         part = NewCall(torch.Tensor.expand, (part, row))
     return _moved(known, [base, NewCall(torch.unsqueeze, (part, dim))], *place)
+
+
+def _as_float(number: Any) -> float | None:
+    """Return a number of a program as a float; None if that is another number."""
+    if not isinstance(number, int | float):
+        return None
+    try:
+        same = float(number)
+    except OverflowError:
+        return None
+    return same if same == number or same != same else None
 
 
 def _list(x: Any) -> list[Any]:
@@ -395,7 +400,8 @@ def _split(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision
     if dim is None or given.get("dim", 0) % fake_value(x).ndim != dim:
         return None
     sizes = [part.shape[dim] for part in fake_value(node)]
-    if any(map(is_symbol, sizes)):
+    few = [size for size in sizes if are_few(size, known.ctx.ranks)]
+    if any(map(is_symbol, sizes)) or len(few) > _MOST_PICKS:
         return None
     return Propagate(NewCall(cp_split_tokens, (x, known.on, dim, sizes)))
 
