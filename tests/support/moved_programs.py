@@ -112,8 +112,7 @@ def hidden_tokens(m: Model, x: Tensor, ids: Tensor) -> Tensor:
 def flags(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     """Picks of booleans and integers."""
     positive, whole = x > 0, (3 * x.sum(-1)).to(torch.int64)
-    picked = x[:, 1].where(positive[:, -1], -x[:, 2])
-    return picked * whole[:, :1] * positive[:, 3].logical_not()
+    return positive[:, -1].where(whole[:, :1] > 1, ~positive[:, -1]) * x.mean(1)
 
 
 def last_valid(m: Model, x: Tensor, ids: Tensor) -> Tensor:
@@ -165,7 +164,6 @@ HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "registers joined": registers_joined,
     "twice": lambda m, x, ids: m.attend(torch.cat([x[:, :9], x], 1))[:, 9:],
     "hidden tokens": hidden_tokens,
-    "flags": flags,
     "last valid token": last_valid,
     "class token": lambda m, x, ids: m.score(x[:, 0]),
     "last token": lambda m, x, ids: m.score(x[:, -1]),
@@ -175,9 +173,13 @@ HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
 }
 
 
+EXCHANGED = {"flags": flags}
+"""Where so much is picked, tokens may be exchanged for channels or rows."""
+
+
 def make(name: str) -> Callable[[], Model]:
     """A function that makes the model of a head."""
-    return lambda: Model(HEADS_OF[name])
+    return lambda: Model((HEADS_OF | EXCHANGED)[name])
 
 
 def ids_of(batch: int, tokens: int) -> Tensor:

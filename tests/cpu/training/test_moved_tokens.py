@@ -22,7 +22,14 @@ from cpcompile.accounting.graph_account import Kind
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import warnings
 from tests.cpu.attention_cases import sequence_mesh
-from tests.support.moved_programs import CHANNELS, HEADS_OF, WORDS, ids_of, make
+from tests.support.moved_programs import (
+    CHANNELS,
+    EXCHANGED,
+    HEADS_OF,
+    WORDS,
+    ids_of,
+    make,
+)
 from tests.support.profiled_messages import Messages, differences
 
 FEW = 24  # tokens that a rank receives in all exchanges together
@@ -112,6 +119,12 @@ def test_few_tokens_travel(pools, name, world, batch, tokens, layout):
 def test_a_draft_moves_few_of_many_tokens(pools, layout):
     arguments = ("draft", 2, 1, 2048, False, {"layout": layout})
     checked(pools[2].run(run, *arguments, timeout=100), 1)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_numbers_of_what_may_be_exchanged(pools, name):
+    pools[2].run(run, name, 2, 1, 95, False, {}, timeout=100)
 
 
 @pytest.mark.slow(but=["flat loss", "shift by writes"])
