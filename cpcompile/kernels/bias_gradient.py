@@ -44,12 +44,12 @@ def dbias(
     i with j - i = d: rows, and keys, have to be consecutive in their sequences.
     """
     assert changes.biasing is not None, "the gradient of a bias that is there"
-    assert visible.rows is None and visible.keys is None, f"dbias of {visible}"
     by_key = changes.biasing.offsets_R is None
     (B, H, R, _), K = q_BHRD.shape, k_BGKD.shape[2]
     count = K if by_key else R + K - 1
     if sees_nothing(q_BHRD, k_BGKD, visible):
         return q_BHRD.new_zeros((B, H, max(count, 0)), dtype=torch.float32)
+    assert visible.rows is None and visible.keys is None, f"dbias of {visible}"
     config = config or default_config(Kernel.DBIAS, q_BHRD, v_BGKE)
     block = config.block_n
     assert config.block_m == block, f"dbias has square tiles, got {config}"

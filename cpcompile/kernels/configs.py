@@ -45,9 +45,16 @@ _Rows = dict[int, tuple[tuple[int, int, int, int], ...]]
 # dim; the first is the default. The comments are about the default: registers, when all
 # is visible / causal, and shared memory, as compiled ahead of time by triton 3.9 with
 # accumulators, static strides and 4 heads per key head. "+n" is n stores of spilled
-# registers, all outside of the loops; elsewhere nothing spills. Which candidate is the
-# fastest was not measured. Shared memory ends at 163 KB (sm80), 227 KB (sm90, sm100),
-# 99 KB (small; seen for sm86) and 64 KB (gfx942, where a lane has 512 registers).
+# registers; elsewhere nothing spills. Shared memory ends at 163 KB (sm80), 227 KB
+# (sm90, sm100), 99 KB (small; seen for sm86) and 64 KB (gfx942, where a lane has 512
+# registers).
+#
+# The candidates of sm90 are the fastest of 10 to 19 that were timed on an H200, full
+# and causal (docs/results/gpu_report.md, section c). Two things are seen there alone:
+# with fewer than 3 stages most tiles wait for their loads, and at head dim 256 large
+# tiles that spill are up to twice as fast as small ones that do not. At head dim 64 the
+# fastest backward, 128 x 64, is 5 % faster than the default, but spills 100 times with
+# a softcap. Of the other architectures nothing was measured.
 #
 # A warp should have 16 rows of the scores to itself (BLOCK_M of forward and dq, BLOCK_N
 # of dkdv, whose scores are transposed): otherwise warps of sm90 repeat each other's
@@ -59,9 +66,9 @@ _TABLES: dict[tuple[Kernel, str], _Rows] = {
         256: ((64, 64, 8, 2), (64, 32, 4, 3)),  # 171 / 183, 104 KB
     },
     (Kernel.FORWARD, "sm90"): {
-        64: ((128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)),  # 157 / 171, 80 KB
-        128: ((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3)),  # 190 / 212, 160 KB
-        256: ((64, 64, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2)),  # 152 / 177, 160 KB
+        64: ((64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 8, 3)),  # 107 / 128, 56 KB
+        128: ((64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 2)),  # 144 / 168, 112 KB
+        256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)),  # 249 / 254+5, 192 KB
     },
     (Kernel.FORWARD, "sm100"): {
         64: ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3)),  # 162 / 224, 81 KB
@@ -84,9 +91,9 @@ _TABLES: dict[tuple[Kernel, str], _Rows] = {
         256: ((64, 64, 8, 2), (64, 32, 8, 2)),  # 186 / 186, 136 KB
     },
     (Kernel.DQ, "sm90"): {
-        64: ((128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3)),  # 122 / 123, 64 KB
-        128: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2)),  # 170 / 174, 128 KB
-        256: ((64, 64, 8, 2), (64, 32, 8, 2)),  # 211 / 231, 192 KB
+        64: ((64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 3)),  # 122 / 142, 64 KB
+        128: ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),  # 170 / 175, 160 KB
+        256: ((128, 32, 8, 2), (64, 32, 4, 1), (64, 64, 8, 2)),  # 255+15 / +17, 192 KB
     },
     (Kernel.DQ, "sm100"): {
         64: ((128, 64, 8, 2), (128, 128, 8, 2)),  # 90 / 112, 73 KB
@@ -109,9 +116,9 @@ _TABLES: dict[tuple[Kernel, str], _Rows] = {
         256: ((32, 64, 8, 2), (16, 64, 8, 2)),  # 241 / 242, 100 KB
     },
     (Kernel.DKDV, "sm90"): {
-        64: ((64, 128, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2)),  # 173 / 182, 64 KB
-        128: ((64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2)),  # 237 / 246, 128 KB
-        256: ((32, 64, 8, 2), (16, 64, 8, 2)),  # 255+1 / 255+4, 128 KB
+        64: ((64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2)),  # 164 / 180, 65 KB
+        128: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 3)),  # 238 / 249, 161 KB
+        256: ((64, 64, 8, 2), (32, 64, 8, 2)),  # 255+25 / 255+49, 193 KB
     },
     (Kernel.DKDV, "sm100"): {
         64: ((64, 128, 8, 2), (64, 64, 4, 2)),  # 122 / 170, 81 KB

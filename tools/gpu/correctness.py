@@ -96,7 +96,7 @@ def error_ratios(case: StepCase, kernel: Kernel, mode: Mode) -> dict[str, float]
     whole_mask = torch.cat([saw, sees], 1)
     changes, changed = _changes(case, earlier, mode)
     exact = reference.exact(q, *whole, whole_mask, scale, earlier, changed)
-    rough = reference.rough(q, *whole, whole_mask, scale, changed)
+    rough = reference.rough(q, *whole, whole_mask, scale, changed, case.dtype)
 
     rest = (upper, lower, visible, scale, case.final)
     lse = exact["lse"].float()

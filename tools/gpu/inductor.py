@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.torch_version import TorchVersion
 
 import cpcompile.ops  # noqa: F401  (registers torch.ops.cp)
-from cpcompile.backend import cp
 from cpcompile.ops.step import lowering
 from cpcompile.ops.step.step_arguments import ChunkLimits
 from tools.gpu import reference
@@ -34,6 +34,8 @@ from tools.gpu.timing import interleaved, normal
 STEP_SHAPE, SMOKE_STEP_SHAPE = (1, 16, 8192, 128), (1, 1, 64, 16)
 BACKEND_SHAPE, SMOKE_BACKEND_SHAPE = (1, 8, 2048, 128), (1, 2, 64, 16)
 MODES = (None, "max-autotune-no-cudagraphs", "max-autotune")
+BACKEND_TORCH = "2.13"  # the oldest; the kernels run on 2.11 too
+ARGUMENTS = ChunkLimits(STEP_SHAPE[-1] ** -0.5, CAUSAL).arguments()
 RESULTS = ("out", "lse", "dk", "dv", "dq")
 
 
@@ -51,8 +53,7 @@ def steps(
 ) -> tuple[Tensor, ...]:
     """Run one causal step of each operator, with accumulators."""
     ops = torch.ops.cp
-    arguments = ChunkLimits(q.shape[-1] ** -0.5, CAUSAL).arguments()
-    rest = (*arguments, False, "triton")
+    rest = (*ARGUMENTS, False, "triton")
     new_out, new_lse = ops.attention_step(q, k, v, out, lse, *rest)
     operands = (grad, q, k, v, new_lse, delta)
     new_dk, new_dv = ops.attention_step_dkdv(*operands, dk, dv, *rest)
@@ -126,6 +127,10 @@ class BackendItem:
         return f"backend cp, strategy ring, 1 rank{tuned}"
 
     def run(self, mode: Mode) -> list[Row]:
+        if torch.__version__ < TorchVersion(BACKEND_TORCH):
+            return [{"unavailable": f"the backend needs torch {BACKEND_TORCH}"}]
+        from cpcompile.backend import cp  # cannot be imported by older versions
+
         torch.manual_seed(0)
         shape = SMOKE_BACKEND_SHAPE if mode.smoke else BACKEND_SHAPE
         q, k, v, grad = (normal(shape, mode) for _ in range(4))

@@ -12,6 +12,9 @@ compared with that row. These are added to the error of the reference:
     D 2^-24 max|all, 1| sums of D products of numbers of size 1 in float32, where a row
                         is 0 by cancellation
 
+In tf32, math multiplies what tensor cores multiply: float32 cut to 10 bits behind the
+point. Cutting errs to one side, so that errors add up where those of rounding cancel.
+
 Rows are the last dimension: of a query for out and dq, of a key for dk and dv. So one
 key or row too many or too few shows, also where a row sees a thousand others.
 """
@@ -19,8 +22,9 @@ key or row too many or too few shows, also where a row sees a thousand others.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -168,8 +172,12 @@ def rough(
     mask_RK: Tensor,
     scale: float,
     changes: Changed = UNCHANGED,
+    dtype: str = "",
 ) -> dict[str, Tensor]:
-    """Compute out and, given `grad`, dq, dk and dv by SDPA's math in the dtype of q."""
+    """Compute out and, given `grad`, dq, dk and dv by SDPA's math in the dtype of q.
+
+    dtype: "tf32" for its products of float32.
+    """
     group = q_BHRD.shape[1] // k_BGKD.shape[1]
     if changes.added_BHRK is not None:
         leaf = changes.added_BHRK.detach().requires_grad_()
@@ -178,11 +186,12 @@ def rough(
     q, k, v = (x.detach().requires_grad_() for x in (q_BHRD, k_BGKD, v_BGKE))
     mask = mask_RK | ~sees_any  # softmax of nothing has no gradient
     heads = [x.repeat_interleave(group, 1) for x in (k, v)]
-    if changes is UNCHANGED:
+    if changes is UNCHANGED and dtype != "tf32":
         with sdpa_kernel(SDPBackend.MATH):
             out = F.scaled_dot_product_attention(q, *heads, attn_mask=mask, scale=scale)
     else:
-        out = _rough_changed(q, *heads, mask, scale, changes)
+        product = torch.matmul if dtype != "tf32" else _ProductInTf32.apply
+        out = _rough_changed(q, *heads, mask, scale, changes, product)
     out = out * sees_any
     found = {"out": out.detach()}
     if grad_BHRE is not None:
@@ -195,11 +204,17 @@ def rough(
 
 
 def _rough_changed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, changes: Changed
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    changes: Changed,
+    product: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Do what SDPA's math would do: in float32 (float64), and rounded at the end."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = scale * (q.to(wide) @ k.to(wide).mT)
+    scores = scale * product(q.to(wide), k.to(wide).mT)
     if changes.softcap:
         scores = changes.softcap * torch.tanh(scores / changes.softcap)
     if changes.sigmoid:
@@ -209,7 +224,26 @@ def _rough_changed(
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
     if changes.factors_BHRK is not None:
         weights = weights * changes.factors_BHRK
-    return (weights @ v.to(wide)).to(q.dtype)
+    return product(weights, v.to(wide)).to(q.dtype)
+
+
+class _ProductInTf32(torch.autograd.Function):
+    """The product of two float32 matrices as tensor cores multiply them."""
+
+    @staticmethod
+    def forward(context: Any, a: Tensor, b: Tensor) -> Tensor:
+        context.save_for_backward(a, b)
+        return _cut(a) @ _cut(b)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = context.saved_tensors
+        return _cut(grad) @ _cut(b.mT), _cut(a.mT) @ _cut(grad)
+
+
+def _cut(x: Tensor) -> Tensor:
+    """Return float32 without the 13 bits that tf32 does not have."""
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
 def error_ratio(

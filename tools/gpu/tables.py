@@ -23,7 +23,8 @@ def markdown(record: Mapping[str, Any]) -> str:
         "",
         f"{setup['device']}, driver {setup['driver']}; triton {setup['triton']}, CUDA "
         f"{setup['cuda']}, cuDNN {setup['cudnn']}; {setup_text(setup)}; "
-        f"`{setup['command']}`, {setup['seconds']:.0f} s.",
+        f"`{setup['command']}`, {setup['seconds']:.0f} s"
+        f"{completed_by(setup)}.",
         "",
         "TFLOP/s count 4 operations per visible (query, key) pair and head dim forward "
         "and 2.5 times as many backward. Times are of the GPU, medians of calls that "
@@ -37,6 +38,11 @@ def markdown(record: Mapping[str, Any]) -> str:
     for key, section in record["sections"].items():
         lines += [f"## {key}. {section['title']}", "", *section_lines(key, section)]
     return "\n".join(lines)
+
+
+def completed_by(setup: Mapping[str, Any]) -> str:
+    """Say which rows another run gave, if any did."""
+    return f"; {setup['completed_by']}" if "completed_by" in setup else ""
 
 
 def targets_table(record: Mapping[str, Any]) -> list[str]:
@@ -249,7 +255,7 @@ def inductor_table(rows: Rows) -> list[str]:
     body = [
         [
             str(row["item"]),
-            "passed" if row["passed"] else "FAILED",
+            row.get("unavailable") or ("passed" if row["passed"] else "FAILED"),
             str(row.get("bitwise_equal", "")),
             str(row.get("templates_in_code", "")),
             ", ".join(f"{n} {number(x, 2)}" for n, x in row.get("ratios", {}).items()),
