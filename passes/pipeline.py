@@ -43,6 +43,7 @@ from .model.moe.fold_moe_dispatch import fold_moe_dispatch
 from .model.mutation.functionalise_writes import functionalise_writes
 from .model.mutation.number_rows import number_rows
 from .model.normalize.align_operands import align_operands
+from .model.normalize.cut_before_products import cut_before_products
 from .model.normalize.fold_kv_repeat import fold_kv_repeat
 from .model.normalize.fold_scans import fold_scans
 from .model.normalize.fold_transforms import fold_transforms
@@ -62,6 +63,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
     functionalise_writes,  # so that what reads a value is seen in the graph
     decompose_flex_attention,
     fold_attention_patterns,  # before what reads the calls
+    cut_before_products,  # after it, which knows attention by its products
     align_operands,  # before what reads the calls: they are all of one form then
     find_attention,  # reads what all later passes decide on
     fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best

@@ -10,6 +10,10 @@ The backward of group norm has no rule in torch 2.13 to 2.15, as the forward has
 DTensor derives one from the decomposition, which takes seconds to minutes for five
 operands and leaves the sizes that the call is given those of the whole batch.
 
+new_zeros and new_full of another shape than their operand are whole on every rank, also
+where the sharded dimensions are those of the operand: in the backward of gather, zeros
+for all tokens and words.
+
 Nor have backwards of functions that work element by element, if torch does not tag them
 so: softplus, leaky_relu and others. The decomposition gives the same answer, and takes
 0.2 s for softplus, as much as thirty other calls.
@@ -23,11 +27,14 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSpec, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.single_dim_strategy import (
     _ShardingPlaceholder,
     register_single_dim_strategy,
 )
+
+from cpcompile.geometry.lengths import is_same
 
 aten = torch.ops.aten
 SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
@@ -37,6 +44,7 @@ BY_ELEMENTS = (
     aten.elu_backward.default,
     aten.mish_backward.default,
 )
+FILLED = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 COUNTED = (aten.topk.default, aten.kthvalue.default, aten.histc.default)
 
 
@@ -48,6 +56,9 @@ def install() -> None:
     for scan in SCANS:
         if scan in rules:
             rules[scan] = _from_the_front(rules[scan])
+    for filled in FILLED:
+        if filled in rules:
+            rules[filled] = _as_its_operand(rules[filled])
     for infos in (
         propagator.op_to_schema_info,
         propagator.op_to_schema_info_for_single_dim_strategy,
@@ -94,6 +105,33 @@ def _by_samples(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _by_elements(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Shard both operands, which have one shape, and the result along any dimension."""
     return [[_ShardingPlaceholder(dim)] * 3 for dim in range(len(args[0].shape))]
+
+
+def _as_its_operand(rule: Any) -> Any:
+    """Offer the operand's placements where the sharded dimensions are the same."""
+
+    @functools.wraps(rule)
+    def placed(schema: Any) -> Any:
+        operand, shape = schema.args_schema[:2]
+        strategy = rule(schema)
+        if len(shape) != operand.ndim or tuple(shape) == tuple(operand.shape):
+            return strategy
+        for own in operand.strategies:
+            spec = own.output_spec
+            dims = [getattr(x, "dim", None) for x in spec.placements if x.is_shard()]
+            others = [x for x in spec.placements if not x.is_shard()]
+            if not dims or not all(x.is_replicate() for x in others):
+                continue
+            if all(is_same(operand.shape[d], shape[d]) for d in dims):
+                of_operand = OpSpec(
+                    output_specs=DTensorSpec(spec.mesh, spec.placements),
+                    input_specs=(spec,),
+                    redistribute_cost=[[-0.1] * len(operand.strategies)],
+                )
+                strategy.strategies.append(of_operand)
+        return strategy
+
+    return placed
 
 
 def _from_the_front(rule: Any) -> Any:

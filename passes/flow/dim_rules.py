@@ -89,6 +89,11 @@ def _of_first(node: fx.Node, arguments: Given) -> DimMap | None:
     return _broadcast(node, [arguments["input"]])
 
 
+def _filled(node: fx.Node, arguments: Given) -> DimMap | None:
+    """Read x.new_zeros(size), which takes nothing but a dtype and a device from x."""
+    return DimMap((), _every(node))
+
+
 def _view(node: fx.Node, arguments: Given) -> DimMap | None:
     return DimMap(((arguments["input"], ()),), is_view=True)
 
@@ -370,6 +375,7 @@ _RULES: dict[str, DimMapRule] = {
          "unflatten", "view_as", "reshape_as", "view_as_real", "view_as_complex"),
         _view,
     ),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full"), _filled),
     **dict.fromkeys(ORDERS, _permuted),
     "getitem": _item,
     "sum": _sum,

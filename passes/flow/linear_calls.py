@@ -59,6 +59,8 @@ _IN_ALL = {
     aten.cat.default,
     aten.slice_scatter.default,
 }
+# Zeros, whatever the operand is.
+_ZEROS = {aten.zeros_like.default, aten.new_zeros.default}
 
 
 def is_linear(node: fx.Node, variable: Collection[fx.Node]) -> bool:
@@ -79,6 +81,13 @@ def is_linear(node: fx.Node, variable: Collection[fx.Node]) -> bool:
         return condition not in variable and all(
             x in variable or _is_zero(x) for x in chosen
         )
+    if node.target in _ZEROS:
+        return True
+    if node.target is aten.scatter_add.default:
+        base, _, index, added = node.args
+        return index not in variable and all(
+            x in variable or _is_zero(x) for x in (base, added)
+        )
     if node.target is aten.masked_fill.Scalar:
         first, _, filled = node.args
         return sum(depends) == 1 and first in variable and _is_zero(filled)
@@ -92,4 +101,4 @@ def _is_zero(x: Any) -> bool:
         return bool(x.args[0] == 0)
     if x.target is aten.full.default:
         return bool(x.args[1] == 0)
-    return x.target is aten.zeros_like.default
+    return x.target in _ZEROS

@@ -59,8 +59,9 @@ def register_mixer(
 
 def mixer_of(function: Any) -> Mixer | None:
     """Return what is known of a function; None if that is nothing."""
-    if not callable(function) or not hasattr(function, "__qualname__"):
-        return None
+    names = (getattr(function, x, None) for x in ("__module__", "__qualname__"))
+    if not callable(function) or not all(isinstance(x, str) for x in names):
+        return None  # methods of builtin types have no module
     found = _mixers.get(function_key(function))
     if found is not None and found[0] is function:
         return found[1]

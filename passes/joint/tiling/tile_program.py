@@ -25,6 +25,9 @@ _SIZES: dict[Any, int] = {
     aten.reshape.default: 1,
     aten.expand.default: 1,
     aten.full.default: 0,
+    aten.new_zeros.default: 1,
+    aten.new_ones.default: 1,
+    aten.new_full.default: 1,
 }
 NARROW = (torch.float16, torch.bfloat16)  # whose sums are held in float32
 

@@ -33,6 +33,7 @@ from ...graph.graph_pass import graph_pass
 from ...graph.nodes import module_path, sort_calls, value_of
 from ...graph.sequence_tokens import TokenAxis
 from .decompose_losses import write_out_losses
+from .expand_parts import expand_parts
 from .insert_tiles import insert_tiles
 from .region_parts import parts_at
 from .tile_regions import JointFacts, RegionPart, bytes_of, is_view, seeds
@@ -103,6 +104,7 @@ def tile_tokens(graph: fx.Graph, ctx: Tiling) -> int:
     fake_mode = detect_fake_mode([value_of(x) for x in inputs])
     with fake_mode or nullcontext():
         write_out_losses(graph, ctx.least)
+        expand_parts(graph)
     facts = JointFacts.of(graph, tangents, fixed)
     order = {node: i for i, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()

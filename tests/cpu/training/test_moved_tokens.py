@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
-from cpcompile import logs
+from cpcompile import config, logs
 from cpcompile.accounting.graph_account import Kind
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import warnings
@@ -141,6 +141,21 @@ def test_with_inductor(pools, name):
     options = {"inner": "inductor"}
     for found in pools[2].run(run, name, 2, 1, 95, False, options, timeout=200):
         assert found["gathers"] == 0
+
+
+def tiles(name: str) -> list[tuple[str, int, bool]]:
+    with config.patch(tile_least_megabytes=1e-3), recording() as reports:
+        run(name, 2, 1, 96, False, {"tile": 8})
+    found = [tile for report in reports for tile in report.tiles]
+    return [(x.path, x.tile, x.gradients_at_once) for x in found]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("name", ["flat loss", "policy loss", "entropy"])
+def test_losses_of_cut_logits_run_in_tiles(pools, name):
+    """Whatever the gradient is that comes in: of a mean, or of each token."""
+    for found in pools[2].run(tiles, name, timeout=80):
+        assert ("logits", 8, True) in found
 
 
 def lengths(name: str) -> int:

@@ -117,6 +117,14 @@ def two_losses(m: Model, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(logits, labels), torch.logsumexp(logits, -1).mean()
 
 
+def log_probabilities(m: Model, x: Tensor, labels: Tensor) -> Tensor:
+    """As GRPO has it: words are picked, and tokens weighted."""
+    found = m.logits(x).log_softmax(-1)
+    found = found.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    counts = (labels >= 0).to(x.dtype)
+    return -(torch.exp(found - found.detach()) * counts).sum() / counts.sum()
+
+
 def mlp(m: Model, x: Tensor, labels: Tensor) -> Tensor:
     return (x + m.down(F.gelu(m.up(m.norm(x))))).square().mean()
 
@@ -152,6 +160,7 @@ def both(m: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 AT_ONCE: tuple[Loss, ...] = (
     plain, upcast, summed, smoothed, weighted, z_loss, capped, binary, distilled,
+    log_probabilities,
 )  # fmt: skip
 AGAIN: tuple[Loss, ...] = (
     two_losses, mlp, gated_mlp, fused_mlp, checkpointed_mlp,

@@ -13,6 +13,7 @@ from cpcompile.ops.mixers.in_torch import causal_convolution
 from cpcompile.ops.mixers.keep_mixers import keep
 from cpcompile.ops.mixers.mixer_call import MixerCall, UnknownForm
 from cpcompile.ops.mixers.mixer_work import forward_work, shapes_of
+from cpcompile.ops.mixers.registry import mixer_of
 from cpcompile.ops.mixers.state_passing import _summary, passes_states
 from tests.support.stand_in_kernels import causal_conv1d_fn, stand_ins
 
@@ -349,3 +350,9 @@ def test_a_causal_convolution_in_torch(activation):
         causal_convolution(x, weight, bias, activation=activation),
         causal_conv1d_fn(x, weight, bias, activation=activation),
     )
+
+
+@pytest.mark.parametrize("function", [str.upper, [].append, functools.partial(print)])
+def test_functions_of_no_module_are_no_mixers(function):
+    """Dynamo calls methods of builtin types, too."""
+    assert mixer_of(function) is None

@@ -73,6 +73,12 @@ CALLS = {
     "gather": (aten.gather.default, (A, 2, index(5, 2, 6, 3)), 3),
     "gather of fewer": (aten.gather.default, (A, 2, index(5, 2, 4, 3)), 2),
     "scatter": (aten.scatter.value, (A, 2, index(5, 2, 6, 1), 3.0), 2),
+    "scatter_add": (
+        aten.scatter_add.default,
+        (A, 2, index(5, 2, 6, 3), numbers(2, 6, 3)),
+        2,
+    ),
+    "new_zeros": (aten.new_zeros.default, (A, [2, 6, 3]), (3, 0)),
     "slice": (aten.slice.Tensor, (A, 2, 1, 4), 2),
     "slice_scatter": (aten.slice_scatter.default, (A, numbers(2, 6, 2), 2, 1, 3), 2),
     "cat": (aten.cat.default, ([A, numbers(2, 6, 3)], 2), 2),
@@ -205,6 +211,17 @@ def test_linear_calls_are_known(name):
     node, values = traced(name)
     variable = set(values) if name == "cat" else {node.all_input_nodes[0]}
     assert is_linear(node, variable)
+
+
+def test_entries_added_to_zeros_are_linear():
+    graph = fx.Graph()
+    grad, index, base = map(graph.placeholder, ("grad", "index", "base"))
+    zeros = graph.call_function(aten.new_zeros.default, (grad, [2, 5]))
+    added = graph.call_function(aten.scatter_add.default, (zeros, 1, index, grad))
+    other = graph.call_function(aten.scatter_add.default, (base, 1, index, grad))
+    assert is_linear(zeros, {grad}) and is_linear(added, {grad})
+    assert is_linear(other, {grad, base}) and not is_linear(other, {grad})
+    assert not is_linear(added, {grad, index})
 
 
 @pytest.mark.parametrize(

@@ -88,3 +88,28 @@ def test_backward_by_elements_needs_no_decomposition(
     got = torch.autograd.grad(function(x), x, g)[0]
     assert got.placements == (placement,)
     assert torch.equal(got.to_local(), want)
+
+
+@pytest.mark.parametrize("sizes", [[2, 8, 5], [2, 8, 1, 5], [2, 9, 5]])
+@pytest.mark.parametrize("placement", [Shard(1), Replicate()])
+def test_what_is_filled_has_the_parts_of_its_operand(mesh, sizes, placement):
+    """Unless the sharded dimension is another one."""
+    x = DTensor.from_local(torch.randn(2, 4, 3), mesh, [placement], run_check=False)
+    whole = placement == Replicate() or sizes != [2, 8, 5]
+    if placement == Replicate():
+        sizes = [n // 2 if n == 8 else n for n in sizes]
+    for y in (x.new_zeros(sizes), x.new_full(sizes, 3.0), x.new_ones(sizes)):
+        assert list(y.shape) == sizes
+        assert y.placements == ((Replicate(),) if whole else (placement,))
+        assert y.to_local().shape[1] == (sizes[1] if whole else sizes[1] // 2)
+
+
+def test_zeros_of_a_gather_are_not_whole(mesh):
+    """Its gradient has entries for all words, but only of the tokens of this rank."""
+    x = DTensor.from_local(torch.randn(1, 4, 6), mesh, [Shard(1)], run_check=False)
+    x.requires_grad_()
+    index = torch.zeros(1, 4, 1, dtype=torch.int64)
+    index = DTensor.from_local(index, mesh, [Shard(1)], run_check=False)
+    picked = x.gather(2, index)
+    (grad,) = torch.autograd.grad(picked.sum(), x)
+    assert grad.placements == (Shard(1),) and grad.to_local().shape == (1, 4, 6)
