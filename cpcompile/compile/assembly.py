@@ -106,9 +106,14 @@ def assemble(
         contracts.check(args)
         with span(name):
             results = check(lambda: compiled(*map(local_value, args, kinds)), args)
-        return tuple(
+        wrapped = [
             result if placement is None else placement.wrap(result, mesh)
             for result, placement in zip(owned(results, args), outputs, strict=True)
-        )
+        ]
+        for later in ctx.findings.later_results:
+            placement, i = outputs[later.number], later.number
+            assert placement is not None, f"{later.name} is a DTensor outside"
+            wrapped[i] = later.run(wrapped[i], args, placement)
+        return tuple(wrapped)
 
     return run, program.exchanges

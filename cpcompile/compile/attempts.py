@@ -30,6 +30,7 @@ from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.graph.graph_pass import PassRun
 from cpcompile.passes.graph.sequence_tokens import Padding
+from cpcompile.passes.joint.tiling.tiling_options import least_in_tiles
 from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.masks.constant_buffers import without_changing
 from cpcompile.passes.model.sharding.gather_graph import gather_graph
@@ -213,6 +214,7 @@ class Attempts:
             whole_mask_share=setting("whole_mask_share"),
             strict=options.strict,
             gather_limit=gather_limit(module, options.gather_outputs),
+            later_bytes=least_in_tiles(options),
             keeps_layout=options.local_view,
             backward=torch.is_grad_enabled() or enables_gradients(module.graph),
             length=length,

@@ -136,7 +136,8 @@ class GraphReport:
     row_parallel: (path, why) of attention by hand where each rank has the weights of
         its own queries.
     padded: whether a length that the ranks do not divide is padded inside.
-    tiles: regions that run tile by tile. saved: what a budget lets the forward save.
+    tiles: regions that run tile by tile. later: results that are made after it, once
+    more. saved: what a budget lets the forward save.
     folded: blocks that are one function, of the forward and of the backward.
     accounts: what the forward and the backward exchange.
     mixers: what mixes tokens and is no attention, and how it is shared.
@@ -158,6 +159,7 @@ class GraphReport:
     left: tuple[tuple[str, str], ...] = ()
     row_parallel: tuple[tuple[str, str], ...] = ()
     tiles: tuple[TiledRegion, ...] = ()
+    later: tuple[str, ...] = ()
     saved: tuple[Saved, ...] = ()
     folded: tuple[FoldedBlocks, ...] = ()
     accounts: tuple[GraphAccount, ...] = ()
@@ -195,6 +197,7 @@ class GraphReport:
                 (module_path(x), why) for x, why in ctx.findings.row_parallel
             ),
             tiles=tuple(tiling.found),
+            later=tuple(x.name for x in ctx.findings.later_results),
             saved=() if saving is None else tuple(saving.found),
             folded=() if folding is None else tuple(folding.found),
             accounts=tuple(accounts),
@@ -222,6 +225,7 @@ class GraphReport:
         if self.padded:
             lines.append(f"any length: padded inside to a multiple of {self.ranks}")
         lines += [f"in tiles: {tile}" for tile in self.tiles]
+        lines += [f"made once more for the caller: {name}" for name in self.later]
         lines += [f"activation memory: {saved}" for saved in self.saved]
         if self.folded:
             lines.append(f"repeated: {', '.join(map(str, self.folded))}")

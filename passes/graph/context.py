@@ -148,6 +148,31 @@ class OutputPlacement:
         return whole
 
 
+@dataclass(frozen=True, eq=False)
+class LaterResult:
+    """A result that is made after the program, of a DTensor that is in its place.
+
+    number: which result. program: makes it of that DTensor, and of some inputs of the
+    graph. inputs: which. name: with its shape, "logits [1, 8192, 32000]".
+    """
+
+    number: int
+    program: fx.Graph
+    inputs: tuple[int, ...]
+    name: str
+
+    def run(
+        self, source: DTensor, args: Sequence[Any], placement: OutputPlacement
+    ) -> DTensor:
+        """Return the result, differentiable; args: those of the graph."""
+        operands = (source, *(args[i] for i in self.inputs))
+        # A graph's code could not name the axis of the mesh that is among arguments.
+        call = fx.Interpreter(torch.nn.Module(), graph=self.program)
+        result: DTensor = call.run(*operands)
+        mark(result, placement.layout)
+        return result
+
+
 @dataclass(frozen=True)
 class MaskSource:
     """The nodes that compute a mask, in order, and the inputs that they start from.
@@ -201,6 +226,8 @@ class Findings:
     mixers: list[MixerPlan] = field(default_factory=list)
     # shard_graph: one entry per output; None stays what it is
     outputs: list[OutputPlacement | None] = field(default_factory=list)
+    # shard_graph: results that are made after the program
+    later_results: list[LaterResult] = field(default_factory=list)
     # shard_graph: results that leave whole: "add [2, 16, 8]"
     gathered_results: list[str] = field(default_factory=list)
     # shard_graph: inputs that are cut where they meet sharded values, with dimension
@@ -231,6 +258,7 @@ class Context:
     whole_mask_share: float = 1.0  # see unread_masks.is_large
     strict: bool = True
     gather_limit: float = math.inf  # bytes of a result that leaves as a plain tensor
+    later_bytes: float = math.inf  # per rank, of results that may be made later
     keeps_layout: bool = False  # results leave in the layout in which inputs lie
     backward: bool = True
     length: torch.SymInt | None = None  # of the sequence, where it stays a symbol

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def expand_parts(graph: fx.Graph) -> None:
-    """Replace parts of expanded values by values that are expanded to less, in place."""
+    """Replace parts of expanded values, in place."""
     for split in list(graph.nodes):
         if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
             continue

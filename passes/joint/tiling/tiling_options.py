@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +35,12 @@ def tiling_of(options: Options, device_type: str, parameters: Sequence[int]) -> 
         recompute=bool(options.tile),
         fixed=frozenset(parameters),
     )
+
+
+def least_in_tiles(options: Options) -> float:
+    """Return the bytes of the smallest value for which a region runs in tiles."""
+    megabytes = math.inf if options.tile is False else setting("tile_least_megabytes")
+    return float(megabytes * 2**20)
 
 
 def _tile_bytes(device_type: str) -> int:

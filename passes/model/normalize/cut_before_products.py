@@ -15,9 +15,8 @@ Legend: B batch, S tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -25,15 +24,11 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...flow.dim_maps import Axes
-from ...flow.dim_rules import dim_map, product_map
+from ...flow.widened import WidenedValue
 from ...graph.calls import canonical_call, function_of
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
-from ...graph.nodes import expected_shape, fake_mode_of, fake_value, insert_call
-from ...graph.sequence_tokens import TokenAxis
-
-LEAST_WIDENING = 2  # elements of the result per element of the operand
+from ...graph.nodes import fake_mode_of, fake_value, insert_call
 
 
 @dataclass(frozen=True)
@@ -56,13 +51,17 @@ def cut_before_products(graph: fx.Graph, ctx: Context) -> int:
         cuts = [_cut(user) for user in node.users]
         if not cuts or cuts[0] is None or any(cut != cuts[0] for cut in cuts):
             continue
-        cone = _cone(graph, node, cuts[0].dim)
-        if cone is not None:
-            _move(graph, node, cuts[0], *cone)
+        widened = WidenedValue.of(node, cuts[0].dim, _is_read_by_these)
+        if widened is not None:
+            _move(widened, cuts[0])
             moved += 1
     if moved:
         graph.lint()
     return moved
+
+
+def _is_read_by_these(node: fx.Node, calls: Collection[fx.Node]) -> bool:
+    return _is_plain(node) and all(user in calls for user in node.users)
 
 
 def _cut(node: fx.Node) -> _Cut | None:
@@ -101,70 +100,12 @@ def _is_plain(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
-def _cone(
-    graph: fx.Graph, value: fx.Node, dim: int
-) -> tuple[list[fx.Node], dict[fx.Node, int]] | None:
-    """Return the calls from a product to `value`, in order, and what they read.
-
-    Nothing but each other and cuts reads the calls. What they read is given with the
-    dimension to be cut. None: there is no product that widens.
-    """
-    dims, cone, read = {value: dim}, list[fx.Node](), dict[fx.Node, int]()
-    factors = set[fx.Node]()
-    tokens = expected_shape(fake_value(value))[dim]
-    nodes = list(graph.nodes)
-    for node in reversed(nodes[: nodes.index(value) + 1]):
-        if node not in dims:
-            continue
-        inside = node is value or (
-            node not in factors and all(user in cone for user in node.users)
-        )
-        operands = _operands(node, dims[node], tokens) if inside else None
-        if operands is None:
-            read[node] = dims[node]
-            continue
-        if product_map(node) is not None or canonical_call(node).name == "linear":
-            if dims[node] == fake_value(node).dim() - 1:
-                return None  # of the weight, which is nobody's tokens
-            factors.update(operands)
-        cone.append(node)
-        for operand, axis in operands.items():
-            if dims.setdefault(operand, axis.dim) != axis.dim:
-                return None
-    sizes = [expected_shape(fake_value(x)) for x in (value, *read)]
-    result, *others = (math.prod(x) for x in sizes)
-    if not factors or result < LEAST_WIDENING * sum(others):
-        return None
-    return cone[::-1], read
-
-
-def _operands(node: fx.Node, dim: int, tokens: int) -> Axes | None:
-    """Return the operands of a call that have the entries of a dimension of its result.
-
-    None if the call does not treat entries one by one.
-    """
-    if node.op not in ("call_function", "call_method") or not _is_plain(node):
-        return None
-    call_map = dim_map(node)
-    if call_map is None or call_map.is_view or call_map.draws:
-        return None
-    axes = call_map.before(node, TokenAxis(dim), tokens)
-    if not axes or any(x != TokenAxis(x.dim) for x in axes.values()):
-        return None
-    return axes if all(map(_is_plain, axes)) else None
-
-
-def _move(
-    graph: fx.Graph,
-    value: fx.Node,
-    cut: _Cut,
-    cone: list[fx.Node],
-    read: Mapping[fx.Node, int],
-) -> None:
-    """Cut what the calls of a cone read, and not their last result."""
-    entries: dict[fx.Node, fx.Node] = {}
+def _move(widened: WidenedValue, cut: _Cut) -> None:
+    """Cut what the calls read, and not their last result."""
+    value, read = widened.calls[-1], widened.read
+    graph, entries = value.graph, dict[fx.Node, fx.Node]()
     with fake_mode_of(graph), torch.set_grad_enabled(fake_value(value).requires_grad):
-        for node in cone:
+        for node in widened.calls:
             for operand in node.all_input_nodes:
                 if operand not in read:
                     continue

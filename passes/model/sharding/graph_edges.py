@@ -48,6 +48,7 @@ from ...placement.placement_calls import (
     cp_to_local,
     cp_unreduced,
 )
+from .later_results import later_result
 from .program_outputs import is_gathered
 
 
@@ -173,7 +174,8 @@ def leave_outputs(
     (output,) = graph.find_nodes(op="output")
     results: list[Any] = []
     with graph.inserting_before(output):
-        for result, of_user in zip(output_nodes(graph), on_other_axes, strict=True):
+        of_outputs = zip(output_nodes(graph), on_other_axes, strict=True)
+        for number, (result, of_user) in enumerate(of_outputs):
             value = writer.value(result)
             if writer.is_joint(value):
                 if of_user:
@@ -190,6 +192,11 @@ def leave_outputs(
             elif (writer.ctx.takes_dtensors or writer.ctx.keeps_layout) or (
                 _stays_sharded(value) and not is_gathered(result, value, writer.ctx)
             ):
+                later = later_result(writer, number, result, value)
+                if later is not None:
+                    result, after = later
+                    value = writer.value(result)
+                    writer.ctx.findings.later_results.append(after)
                 results.append(_leave_local(writer, result, value))
             else:
                 if _stays_sharded(value):

@@ -44,6 +44,7 @@ from .interpreter import ShardingInterpreter
         "masks",
         "outputs",
         "gathered_results",
+        "later_results",
         "cut_inputs",
         "token_origins",
         "shared",

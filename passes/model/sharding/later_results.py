@@ -1,0 +1,147 @@
+"""Compute a wide result after the program, from what the program returns in its place.
+
+    program: hidden -> linear -> loss         returns linear, loss
+      ->
+    program: hidden -> linear -> loss         returns hidden, loss
+    later:   hidden -> linear                 returns linear
+
+A loss runs in tiles if nothing else needs the logits. A model that returns them beside
+the loss needs them as a whole, but not in the program: autograd would give it their
+gradient too, as large, zeros where nobody uses them. So they are made from the hidden
+states once more, outside, by the same calls on DTensors. Their gradient exists if
+somebody uses it, and joins that of the loss at the hidden states and the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.fx as fx
+from torch.distributed.tensor import DTensor, Shard
+
+from cpcompile.geometry.lengths import is_symbol
+
+from ...flow.widened import WidenedValue
+from ...graph.context import PARAMETERS, LaterResult
+from ...graph.effects import is_in_place
+from ...placement.graph_writer import GraphWriter
+from ...placement.placement_calls import cp_replicate, cp_unreduced
+
+_ENTER_REPLICATED = (cp_replicate, cp_unreduced)
+_MOST_CALLS = 20  # that make a weight of parameters
+
+
+def later_result(
+    writer: GraphWriter, number: int, result: fx.Node, value: DTensor
+) -> tuple[fx.Node, LaterResult] | None:
+    """Return what the program returns instead of a result, and how to go on with it.
+
+    None: the program returns the result itself.
+    """
+    ctx = writer.ctx
+    if not ctx.backward or not value.requires_grad or any(map(is_symbol, value.shape)):
+        return None
+    if value.numel() * value.element_size() < ctx.later_bytes * ctx.ranks:
+        return None
+    others = [p for i, p in enumerate(value.placements) if i != ctx.axis]
+    placement = value.placements[ctx.axis]
+    if type(placement) is not Shard or not all(p.is_replicate() for p in others):
+        return None
+    if not _is_read(result) or _changes_autocast(result.graph):
+        return None
+    widened = WidenedValue.of(result, placement.dim, _is_functional)
+    if widened is None or [*widened.read.values()] != [placement.dim]:
+        return None
+    (source,) = widened.read
+    of_source = writer.value(source)
+    if not isinstance(of_source, DTensor) or of_source.placements != value.placements:
+        return None
+    program = _Program(writer, source)
+    if not program.copies(widened.calls):
+        return None
+    name = f"{result.name} {list(value.shape)}"
+    return source, LaterResult(number, program.finished(result), program.inputs, name)
+
+
+def _is_read(result: fx.Node) -> bool:
+    """Tell whether another result is made of one, as a loss."""
+    waiting, seen = [result], set[fx.Node]()
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output":
+                continue
+            if any(reader.op == "output" for reader in user.users):
+                return True
+            if user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+def _is_functional(node: fx.Node, calls: Collection[fx.Node]) -> bool:
+    return not is_in_place(node)
+
+
+def _changes_autocast(graph: fx.Graph) -> bool:
+    """Tell whether calls may run under another autocast than around the program."""
+    return any(x.target is torch.amp.autocast_mode._enter_autocast for x in graph.nodes)
+
+
+class _Program:
+    """Copies of calls of the graph, which take the source and inputs of the graph."""
+
+    def __init__(self, writer: GraphWriter, source: fx.Node) -> None:
+        self._places = {node: i for i, node in enumerate(writer.ctx.inputs)}
+        self._kinds = {node: x.kind for node, x in writer.ctx.inputs.items()}
+        self._graph = fx.Graph()
+        self._copies = {source: self._graph.placeholder("source")}
+        self._inputs: list[int] = []
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Which inputs of the graph the program takes after the source."""
+        return tuple(self._inputs)
+
+    def copies(self, calls: Collection[fx.Node]) -> bool:
+        """Copy calls, and what else they read; False if that is no mere parameter."""
+        read = [x for call in calls for x in call.all_input_nodes if x not in calls]
+        weights: dict[fx.Node, None] = {}
+        if not all(x in self._copies or self._follows(x, weights) for x in read):
+            return False
+        for node in weights:
+            if node.op == "placeholder":
+                self._copies[node] = self._graph.placeholder(node.name)
+                self._inputs.append(self._places[node])
+        for node in (*weights, *calls):
+            if node.op != "placeholder":
+                copy = self._graph.node_copy(node, self._copies.__getitem__)
+                copy.meta = {}
+                self._copies[node] = copy
+        return True
+
+    def _follows(self, node: fx.Node, found: dict[fx.Node, None]) -> bool:
+        """Add a parameter, or calls that make a weight of some, in order."""
+        if node in found:
+            return True
+        if node.op == "placeholder":
+            found[node] = None
+            return self._kinds[node] in PARAMETERS
+        is_ours = str(getattr(node.target, "__module__", "")).startswith("cpcompile")
+        if (
+            node.op not in ("call_function", "call_method")
+            or (is_ours and node.target not in _ENTER_REPLICATED)
+            or is_in_place(node)
+            or not node.all_input_nodes
+            or len(found) > _MOST_CALLS
+        ):
+            return False
+        if not all(self._follows(x, found) for x in node.all_input_nodes):
+            return False
+        found[node] = None
+        return True
+
+    def finished(self, result: fx.Node) -> fx.Graph:
+        self._graph.output(self._copies[result])
+        self._graph.lint()
+        return self._graph

@@ -1,0 +1,138 @@
+"""Logits that are returned beside the loss are made later, and the loss runs in tiles.
+
+Against one process, in float64: value, gradients of the loss, and of the logits where
+they are used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+
+import cpcompile as cp
+from cpcompile import config
+from cpcompile.reporting.graph_report import recording
+from tests.cpu.attention_cases import sequence_mesh
+
+WORDS, CHANNELS = 96, 16
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Embedding(WORDS, CHANNELS)
+        self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS)
+        self.head = nn.Linear(CHANNELS, WORDS, bias=kind != "tied")
+        self.scale = nn.Parameter(torch.ones(WORDS, CHANNELS))
+        if kind == "tied":
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embed(ids)
+        q, k, v = self.qkv(x).unflatten(-1, (6, -1)).transpose(1, 2).chunk(3, 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + y.transpose(1, 2).flatten(2)
+        if self.kind == "weight made of two":
+            logits = F.linear(x, self.head.weight * self.scale, self.head.bias)
+        else:
+            logits = self.head(x)
+        if self.kind == "capped":
+            logits = 5 * torch.tanh(logits / 5)
+        if self.kind == "dropped":  # what is drawn is not drawn again
+            logits = F.dropout(logits, 0.5)
+        if self.kind == "along tokens":
+            logits = logits.cumsum(1)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
+        return (logits,) if self.kind == "alone" else (loss, logits)
+
+
+def plain(x: Tensor) -> Tensor:
+    return cp.unshard(x) if isinstance(x, DTensor) else x
+
+
+def step(call: Any, model: nn.Module, ids: Tensor, uses: str) -> dict[str, Tensor]:
+    """Gradients of the loss, of the logits, or of both."""
+    model.zero_grad()
+    *loss, logits = call(ids)
+    whole = plain(logits)
+    total = loss[0] if loss and uses != "logits" else whole.new_zeros(())
+    if uses != "loss":
+        total = total + (whole.sin() * torch.linspace(-1, 1, WORDS)).sum()
+    if total.requires_grad:
+        total.backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    found = {n: x.clone() for n, x in grads.items() if x is not None}
+    return found | {"total": total.detach(), "logits": whole.detach()}
+
+
+def run(kind: str, tokens: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    steps = []
+    try:
+        model, ids = Model(kind), torch.randint(WORDS, (2, tokens))
+        mesh = sequence_mesh(torch.distributed.get_world_size())
+        options = {"mesh": mesh, "inner": "aot_eager", **options}
+        with config.patch(tile_least_megabytes=1e-3), recording() as reports:
+            compiled = torch.compile(model, backend="cp", options=options)
+            for uses in ("loss", "both", "logits"):
+                got, kinds = step(compiled, model, ids, uses), type(compiled(ids)[-1])
+                wanted = step(model, model, ids, uses)
+                assert got.keys() == wanted.keys()
+                for name, x in wanted.items():
+                    assert_close(got[name], x, rtol=1e-9, atol=1e-10)
+                steps.append(kinds)
+        with torch.no_grad():
+            assert_close(plain(compiled(ids)[-1]), model(ids)[-1])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    tiles = [tile for report in reports for tile in report.tiles]
+    later = sorted({name for report in reports for name in report.later})
+    return {"types": steps, "tiles": tiles, "later": later}
+
+
+LATER = ["plain", "tied", "capped", "weight made of two"]
+SHARDED = {"gather_outputs": False, "tile": 8}
+
+
+@pytest.mark.slow(but_every=4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("world", "tokens"), [(2, 96), (3, 95), (4, 128)])
+@pytest.mark.parametrize("kind", LATER)
+def test_values_and_gradients(pools, kind, world, tokens, layout):
+    options = SHARDED | {"layout": layout, "strategy": "ring"}
+    for found in pools[world].run(run, kind, tokens, options, timeout=110):
+        assert found["types"] == [DTensor] * 3
+        (later,) = found["later"]
+        assert later.endswith(f"[2, {tokens}, {WORDS}]")
+        assert any(x.gradients_at_once for x in found["tiles"])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.slow(but=["along tokens", "alone"])
+@pytest.mark.parametrize("kind", ["along tokens", "alone", "plain"])
+def test_results_that_stay(pools, kind):
+    """What is not made token by token, what nothing else reads, what is gathered."""
+    options = {"tile": 8} if kind == "plain" else SHARDED
+    if kind == "plain":
+        options |= {"gather_outputs": True}
+    for found in pools[2].run(run, kind, 96, options, timeout=110):
+        assert found["later"] == []
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.slow
+def test_with_inductor(pools):
+    options = SHARDED | {"inner": "inductor"}
+    for found in pools[2].run(run, "plain", 96, options, timeout=230):
+        assert len(found["later"]) == 1
