@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def compile_local(
     Raises: RingOverlapError if `config.check_overlap` is set and it finds one.
     """
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
-    if any(map(is_symbol, _sizes(inputs))):
+    if has_symbols(inputs):
         # What one rank finds in the cache, which the others fill, brings guards that
         # these do not have, and then no rank could keep the length symbolic.
         patches["fx_graph_cache"] = False
@@ -169,9 +170,10 @@ def _joined(graph: fx.Graph) -> dict[Kind, list[list[fx.Node]]]:
     }
 
 
-def _sizes(inputs: Sequence[Any]) -> Iterator[Any]:
-    for x in inputs:
-        yield from x.shape if isinstance(x, torch.Tensor) else (x,)
+def has_symbols(inputs: Sequence[Any]) -> bool:
+    """Tell whether a size of an input is a symbol."""
+    sizes = (x.shape if isinstance(x, torch.Tensor) else (x,) for x in inputs)
+    return any(map(is_symbol, itertools.chain.from_iterable(sizes)))
 
 
 def kernel_of(ring: fx.Node) -> str | None:

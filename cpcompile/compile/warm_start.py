@@ -13,6 +13,7 @@ import torch.fx as fx
 from cpcompile import config
 from cpcompile.accounting.read import Accounting
 from cpcompile.compile import torch_cache
+from cpcompile.compile.compile_local import has_symbols
 from cpcompile.compile.inner_compilers import compile_inner
 from cpcompile.compile.sources import sources_digest
 from cpcompile.compile.stored_programs import (
@@ -76,16 +77,22 @@ class Compilation:
 
         keep: whether AOTAutograd's cache gets the program, or has it.
         """
-        return compile_inner(
-            gm,
-            inputs,
-            self.options,
-            self.tiling,
-            self.saving,
-            self.folding,
-            self.accounting,
-            cache=torch_cache.settings() if keep else None,
-        )
+        try:
+            return compile_inner(
+                gm,
+                inputs,
+                self.options,
+                self.tiling,
+                self.saving,
+                self.folding,
+                self.accounting,
+                cache=torch_cache.settings() if keep else None,
+            )
+        finally:
+            # torch's cache sets this for the time of its look-up. A copy of Dynamo's
+            # graph has none, and would be taken for the original afterwards.
+            if vars(gm).get("_param_name_to_source", ()) is None:
+                del gm._param_name_to_source
 
 
 def compiled_or_loaded(
@@ -107,7 +114,7 @@ def compiled_or_loaded(
 
         if how.options.inner != "inductor":
             return CompiledProgram(how.compile(gm, inputs, keep=False), texts())
-        key = _key(gm, how) if _may_keep() else None
+        key = _key(gm, how) if _may_keep(inputs) else None
         findings = CompilationFindings(how.lists(), texts)
         return CompiledProgram(
             *load_or_compile(
@@ -119,13 +126,15 @@ def compiled_or_loaded(
         )
 
 
-def _may_keep() -> bool:
-    """Tell whether this rank keeps programs, and looks for them."""
+def _may_keep(inputs: list[Any]) -> bool:
+    """Tell whether this rank keeps the program, and looks for it."""
     if config.check_overlap:  # reads the code when it is generated
         return False
     if not torch_cache.is_on():
         return False
     problem = torch_cache.problem()
+    if has_symbols(inputs):  # see compile_local
+        problem = "it is a program for many lengths"
     if problem is not None:
         log.info("a second start compiles again: %s", problem)
     return problem is None

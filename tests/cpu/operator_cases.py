@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import cpcompile.ops  # noqa: F401  registers the operators
+import cpcompile as cp
+import cpcompile.ops  # registers the operators
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.token_moves import assigned
 from cpcompile.geometry.visibility import ALL, Visible
+from cpcompile.ops.mixers.mixer_call import MixerCall
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.step_arguments import ChunkLimits, RingPlace
 from cpcompile.ranks.mesh_factors import hybrid_groups
@@ -79,7 +81,60 @@ def calls(dtype: torch.dtype) -> Iterator[Call]:
     yield from _masked(place, dtype)
     yield from _composites(place, mesh, dtype)
     yield from _messages(place, dtype)
+    yield from _states(place, dtype)
+    yield from _mixers(dtype)
     yield from _others(dtype)
+
+
+def _states(place: Place, dtype: torch.dtype) -> Iterator[Call]:
+    """States [B, H, K, V] with a number for each entry, and with a matrix [K, K]."""
+    part, grad_first, grad_last, decay, matrix = _random(
+        dtype, *[(B, H, 3, 4)] * 4, (B, H, 3, 3)
+    )
+    for mixes, kept in ((False, decay), (True, matrix)):
+        rest = (mixes, place.group)
+        operands = (part + place.rank, kept, *rest)
+        yield Call(("passed_states",), ops.passed_states, operands)
+        _, _, decays, firsts = ops.passed_states(*operands)
+        grads = (grad_first, grad_last, decays, firsts, *rest)
+        name = "passed_states_backward"
+        yield Call((name,), ops.passed_states_backward, grads)
+
+
+def running(x: Tensor, gate: Tensor) -> Tensor:
+    """s[t] = gate[t] s[t - 1] + x[t]: [B, S, D]."""
+    state, results = torch.zeros_like(x[:, 0]), []
+    for i in range(x.shape[1]):
+        state = gate[:, i] * state + x[:, i]
+        results.append(state)
+    return torch.stack(results, 1)
+
+
+def _mixers(dtype: torch.dtype) -> Iterator[Call]:
+    """A recurrence, which is called by its name."""
+    x, gate, grad = _random(dtype, *[(B, LENGTH, D)] * 3)
+    names = ("x", "gate", "return")
+    cp.register_mixer(
+        running,
+        tokens=dict.fromkeys(names, 1),
+        independent={"channels": dict.fromkeys(names, 2)},
+    )
+    call, tensors = MixerCall.of(running, (x, gate), {})
+    text, rest = str(call), ([0], [0, 1])
+
+    def mixed(tensors: list[Tensor]) -> list[Tensor]:
+        return ops.mixer(tensors, text)
+
+    def recorded(tensors: list[Tensor]) -> list[Tensor]:
+        # The last result is the number of the recording.
+        return ops.mixer_recorded(tensors, rest[1], text)[:-1]
+
+    def backward(grads: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        return ops.mixer_backward(grads, tensors, *rest, text)
+
+    yield Call(("mixer",), mixed, (tensors,))
+    yield Call(("mixer_recorded",), recorded, (tensors,))
+    yield Call(("mixer_backward",), backward, ([grad], tensors))
 
 
 def _others(dtype: torch.dtype) -> Iterator[Call]:
