@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cpcompile.geometry import token_moves
+from cpcompile.geometry import token_pieces
 from cpcompile.geometry.layout import Layout, TokenLayout, leaves_ranks_empty
 from cpcompile.geometry.lengths import (
     LengthNotSymbolic,
@@ -25,7 +25,7 @@ from cpcompile.geometry.lengths import (
     is_symbol,
     require,
 )
-from cpcompile.geometry.token_moves import Joined, move_of
+from cpcompile.geometry.token_pieces import Joined, move_of
 from cpcompile.ops.comm.moved_tokens import WHOLE
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.torch_private.dispatch_modes import disable_current_modes
@@ -43,13 +43,13 @@ one answer on all ranks then, so that all have the same guards.
 """
 
 _MOVES: dict[str, Callable[..., Joined]] = {
-    "slice": lambda lengths, *args: token_moves.sliced(*lengths, *args),
-    "roll": lambda lengths, *args: token_moves.rolled(*lengths, *args),
-    "flip": lambda lengths: token_moves.flipped(*lengths),
-    "pad": lambda lengths, *args: token_moves.padded(*lengths, *args),
-    "cat": token_moves.concatenated,
-    "assign": lambda lengths, start, stop, step: token_moves.assigned(
-        lengths[0], start, stop, step, len(lengths) - 1 or token_moves.FILL
+    "slice": lambda lengths, *args: token_pieces.sliced(*lengths, *args),
+    "roll": lambda lengths, *args: token_pieces.rolled(*lengths, *args),
+    "flip": lambda lengths: token_pieces.flipped(*lengths),
+    "pad": lambda lengths, *args: token_pieces.padded(*lengths, *args),
+    "cat": token_pieces.concatenated,
+    "assign": lambda lengths, start, stop, step: token_pieces.assigned(
+        lengths[0], start, stop, step, len(lengths) - 1 or token_pieces.FILL
     ),
 }
 

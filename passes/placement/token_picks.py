@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from cpcompile.geometry.layout import Layout, TokenLayout
-from cpcompile.geometry.token_moves import sliced
+from cpcompile.geometry.token_pieces import sliced
 from cpcompile.ops.dtensor.local_part import local_part
 
 from ..graph.held import MeshAxis

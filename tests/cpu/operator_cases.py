@@ -15,7 +15,7 @@ import cpcompile as cp
 import cpcompile.ops  # registers the operators
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout, Runs
-from cpcompile.geometry.token_moves import assigned
+from cpcompile.geometry.token_pieces import assigned
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.ops.mixers.mixer_call import MixerCall
 from cpcompile.ops.step.math_attention import accumulation_dtype

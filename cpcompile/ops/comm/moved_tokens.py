@@ -3,7 +3,7 @@
     x[:, 1:] on 2 ranks     0 1 2 3 | 4 5 6 7   ->   1 2 3 4 | 5 6 7
 
 Slices, shifts, padding, joined sequences and assignments to a range are lists of pieces
-(geometry/token_moves.py). A rank copies what it has already; only tokens that are
+(geometry/token_pieces.py). A rank copies what it has already; only tokens that are
 elsewhere before are sent, in one all-to-all. The gradient goes the way back.
 """
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpcompile.geometry.layout import Chunks, Layout, TokenLayout
-from cpcompile.geometry.token_moves import Move, Piece, move_of
+from cpcompile.geometry.token_pieces import Move, Piece, move_of
 from cpcompile.ops.comm.communication import as_bytes, call_site, group_by_name
 from cpcompile.ops.step.math_attention import accumulation_dtype
 

@@ -30,7 +30,7 @@ from ...graph.nodes import (
     sub_graph,
 )
 from ...graph.sequence_tokens import TokenDim, is_row_parallel_operand
-from ..moves.moved_tokens import RULES as MOVES
+from ..moves.move_rules import RULES as MOVES
 from ..normalize.pad_convolutions import convolved
 from ..sharding.dim_flows import dim_flows, token_operands
 from ..sharding.sharding_rules import RULES

@@ -31,7 +31,7 @@ from ...placement.decisions import (
 )
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_functional, cp_gather, cp_replicate
-from ..moves.moved_tokens import assigned_tokens
+from ..moves.move_rules import assigned_tokens
 from .kept_writes import is_kept, kept_write
 from .local_writes import ViewStep, local_write
 from .masked_rows import placed_rows, rows_written, write_rows_

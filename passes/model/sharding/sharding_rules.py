@@ -52,7 +52,7 @@ from ...placement.scan_parts import cp_scanned_in_parts
 from ..attention.find_attention import attention_operands, unrewritten
 from ..functions.chunked_function import chunked_function
 from ..functions.function_bodies import is_autograd_function
-from ..moves.moved_tokens import moved_tokens
+from ..moves.move_rules import moved_tokens
 from ..mutation.functionalise_writes import steps_to_part
 from ..mutation.masked_rows import placed_rows, write_rows
 from ..mutation.write_rules import in_place, write_part

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry import token_moves
+from cpcompile.geometry import token_pieces
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ops.comm.moved_tokens import WHOLE
 from tests.support.bounds import assert_close
@@ -32,23 +32,23 @@ def written(x: Tensor, y: Tensor) -> Tensor:
 
 # By name: the pieces for sources of n tokens, and what torch computes.
 KINDS = {
-    "slice": (lambda n: token_moves.sliced(n, 2, -1, 1), lambda x: x[:, 2:-1]),
-    "stride": (lambda n: token_moves.sliced(n, 1, None, 3), lambda x: x[:, 1::3]),
-    "roll": (lambda n: token_moves.rolled(n, 3), lambda x: x.roll(3, 1)),
-    "flip": (lambda n: token_moves.flipped(n), lambda x: x.flip(1)),
+    "slice": (lambda n: token_pieces.sliced(n, 2, -1, 1), lambda x: x[:, 2:-1]),
+    "stride": (lambda n: token_pieces.sliced(n, 1, None, 3), lambda x: x[:, 1::3]),
+    "roll": (lambda n: token_pieces.rolled(n, 3), lambda x: x.roll(3, 1)),
+    "flip": (lambda n: token_pieces.flipped(n), lambda x: x.flip(1)),
     "pad": (
-        lambda n: token_moves.padded(n, 2, 3, "constant"),
+        lambda n: token_pieces.padded(n, 2, 3, "constant"),
         lambda x: F.pad(x, (0, 0, 2, 3), value=FILL),
     ),
     "replicate": (
-        lambda n: token_moves.padded(n, 2, 3, "replicate"),
+        lambda n: token_pieces.padded(n, 2, 3, "replicate"),
         lambda x: torch.cat([x[:, :1]] * 2 + [x] + [x[:, -1:]] * 3, 1),
     ),
     "cat": (
-        lambda n, m: token_moves.concatenated([n, m]),
+        lambda n, m: token_pieces.concatenated([n, m]),
         lambda x, y: torch.cat([x, y], 1),
     ),
-    "assign": (lambda n, m: token_moves.assigned(n, 1, None, 2, 1), written),
+    "assign": (lambda n, m: token_pieces.assigned(n, 1, None, 2, 1), written),
 }
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.geometry.lengths import expected, is_same, is_symbol
-from cpcompile.geometry.token_moves import sliced
+from cpcompile.geometry.token_pieces import sliced
 
 from ...graph.calls import canonical_call
 from ...graph.new_call import NewCall

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpcompile.geometry import token_moves
+from cpcompile.geometry import token_pieces
 from cpcompile.geometry.layout import Layout, TokenLayout
-from cpcompile.geometry.token_moves import FILL, Joined, move_of
+from cpcompile.geometry.token_pieces import FILL, Joined, move_of
 
 CPU = torch.device("cpu")
 layouts = st.sampled_from(Layout)
@@ -66,7 +66,7 @@ def moved(
 @given(st.integers(0, 40), slices, layouts, layouts, st.integers(1, 6))
 def test_a_slice(length, cut, before, after, ranks):
     x = torch.arange(length)
-    joined = token_moves.sliced(length, cut.start, cut.stop, cut.step)
+    joined = token_pieces.sliced(length, cut.start, cut.stop, cut.step)
     assert torch.equal(moved(joined, [x], [before, after], ranks), x[cut])
 
 
@@ -74,9 +74,9 @@ def test_a_slice(length, cut, before, after, ranks):
 @given(st.integers(1, 40), st.integers(-50, 50), layouts, st.integers(1, 6))
 def test_a_roll_and_a_flip(length, shift, layout, ranks):
     x, given_ = torch.arange(length), [layout, layout]
-    rolled = moved(token_moves.rolled(length, shift), [x], given_, ranks)
+    rolled = moved(token_pieces.rolled(length, shift), [x], given_, ranks)
     assert torch.equal(rolled, x.roll(shift))
-    flipped = moved(token_moves.flipped(length), [x], given_, ranks)
+    flipped = moved(token_pieces.flipped(length), [x], given_, ranks)
     assert torch.equal(flipped, x.flip(0))
 
 
@@ -93,7 +93,7 @@ def test_padding(length, before, after, mode, layout, ranks):
     x = torch.arange(length)
     if mode != "constant":  # torch does not cut then in all modes
         before, after = abs(before), abs(after)
-    joined = token_moves.padded(length, before, after, mode)
+    joined = token_pieces.padded(length, before, after, mode)
     value = fill if mode == "constant" else None
     padded = F.pad(x[None].double(), (before, after), mode, value)[0].long()
     assert torch.equal(moved(joined, [x], [layout, layout], ranks), padded)
@@ -109,7 +109,7 @@ def test_padding(length, before, after, mode, layout, ranks):
 def test_a_joined_sequence(lengths, data, layout, ranks):
     whole = [torch.arange(n) + 100 * i for i, n in enumerate(lengths)]
     given_ = [data.draw(st.none() | st.just(layout)) for _ in lengths]
-    joined = token_moves.concatenated(lengths)
+    joined = token_pieces.concatenated(lengths)
     found = moved(joined, whole, [*given_, layout], ranks)
     assert torch.equal(found, torch.cat(whole))
 
@@ -129,11 +129,11 @@ def test_an_assignment(length, cut, layout, of_part, by_number, ranks):
     bounds = (cut.start, cut.stop, cut.step)
     if by_number:
         wanted[cut] = fill
-        joined = token_moves.assigned(length, *bounds, FILL)
+        joined = token_pieces.assigned(length, *bounds, FILL)
         found = moved(joined, [x], [layout, layout], ranks)
     else:
         wanted[cut] = part
-        joined = token_moves.assigned(length, *bounds, 1)
+        joined = token_pieces.assigned(length, *bounds, 1)
         found = moved(joined, [x, part], [layout, of_part, layout], ranks)
     assert torch.equal(found, wanted)
 
@@ -141,7 +141,7 @@ def test_an_assignment(length, cut, layout, of_part, by_number, ranks):
 def test_few_tokens_travel():
     """A rank lends a token at each border of its parts, however long they are."""
     for layout, most in ((Layout.CONTIGUOUS, 1), (Layout.ZIGZAG, 3)):
-        joined = token_moves.sliced(4096, 1, None, 1)
+        joined = token_pieces.sliced(4096, 1, None, 1)
         result = TokenLayout.of(layout, 4095, 8)
         for rank in range(8):
             sources = ((4096, layout),)
