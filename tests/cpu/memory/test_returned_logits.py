@@ -136,3 +136,34 @@ def test_with_inductor(pools):
     options = SHARDED | {"inner": "inductor"}
     for found in pools[2].run(run, "plain", 96, options, timeout=230):
         assert len(found["later"]) == 1
+
+
+def under_ddp() -> list[str]:
+    """DDP averages gradients afterwards, also those that come from the logits."""
+    torch._dynamo.reset()
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        model, ids = Model("plain"), torch.randint(WORDS, (2, 96))
+        model.scale.requires_grad_(False)  # it is not used
+        wanted = step(model, model, ids, "both")
+        mesh = sequence_mesh(2)
+        averaged = nn.parallel.DistributedDataParallel(
+            model, process_group=mesh.get_group()
+        )
+        options = {"mesh": mesh, "inner": "aot_eager"} | SHARDED
+        with config.patch(tile_least_megabytes=1e-3), recording() as reports:
+            compiled = torch.compile(averaged, backend="cp", options=options)
+            got = step(compiled, model, ids, "both")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert_close(got[name], x, rtol=1e-9, atol=1e-10)
+    return [name for report in reports for name in report.later]
+
+
+@pytest.mark.timeout(90)
+def test_gradients_that_ddp_averages(pools):
+    for later in pools[2].run(under_ddp, timeout=80):
+        assert later == [f"logits [2, 96, {WORDS}]"]
