@@ -56,9 +56,14 @@ def install() -> None:
     for scan in SCANS:
         if scan in rules:
             rules[scan] = _from_the_front(rules[scan])
+    by_dim = propagator.op_single_dim_strategy_funcs
     for filled in FILLED:
         if filled in rules:
             rules[filled] = _as_its_operand(rules[filled])
+        elif filled in by_dim:  # from torch 2.15 on
+            by_dim[filled] = dataclasses.replace(
+                by_dim[filled], func=_by_equal_dims(by_dim[filled].func)
+            )
     for infos in (
         propagator.op_to_schema_info,
         propagator.op_to_schema_info_for_single_dim_strategy,
@@ -132,6 +137,28 @@ def _as_its_operand(rule: Any) -> Any:
         return strategy
 
     return placed
+
+
+def _by_equal_dims(rule: Any) -> Any:
+    """Shard what is filled along the dimensions that are the operand's."""
+
+    @functools.wraps(rule)
+    def placed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (operand, shape), strategies = args[:2], rule(op, args, kwargs)
+        if len(shape) != len(operand.shape):
+            return strategies
+        return [
+            [given if _is_same_dim(given, operand.shape, shape) else filled, given]
+            for filled, given in strategies
+        ]
+
+    return placed
+
+
+def _is_same_dim(placement: Any, shape: Any, other: Any) -> bool:
+    if not isinstance(placement, _ShardingPlaceholder):
+        return False
+    return is_same(shape[placement.dim], other[placement.dim])
 
 
 def _from_the_front(rule: Any) -> Any:
