@@ -59,6 +59,15 @@ def _token_dim(known: GraphValues, x: Any) -> int | None:
     return int(placement.dim)
 
 
+def _along_tokens(known: GraphValues, given: dict[str, Any]) -> int | None:
+    """Return the dimension of a call's operand if it is that of the tokens."""
+    x = given["input"]
+    dim = _token_dim(known, x)
+    if dim is None or given["dim"] % fake_value(x).ndim != dim:
+        return None
+    return dim
+
+
 def _moved(
     known: GraphValues, xs: Sequence[Any], dim: int, how: str, *args: Any, **kwargs: Any
 ) -> NewCall:
@@ -171,9 +180,9 @@ def _is_picked_often(x: fx.Node) -> bool:
 def _narrow(
     known: GraphValues, node: fx.Node, given: dict[str, Any]
 ) -> Decision | None:
-    x, dim = given["input"], _token_dim(known, given["input"])
+    x, dim = given["input"], _along_tokens(known, given)
     start, length = given["start"], given["length"]
-    if dim is None or given["dim"] % fake_value(x).ndim != dim:
+    if dim is None:
         return None
     if not isinstance(start, int) or not isinstance(length, int) or start < 0:
         return None
@@ -184,10 +193,8 @@ def _narrow(
 def _select(
     known: GraphValues, node: fx.Node, given: dict[str, Any]
 ) -> Decision | None:
-    x, dim = given["input"], _token_dim(known, given["input"])
-    if dim is None or given["dim"] % fake_value(x).ndim != dim:
-        return None
-    if not isinstance(given["index"], int):
+    x, dim = given["input"], _along_tokens(known, given)
+    if dim is None or not isinstance(given["index"], int):
         return None
     return _picked(known, node, x, dim, _along(x, dim, given["index"]))
 
@@ -201,8 +208,8 @@ def _along(x: fx.Node, dim: int, item: Any) -> tuple[Any, ...]:
 def _index_select(
     known: GraphValues, node: fx.Node, given: dict[str, Any]
 ) -> Decision | None:
-    x, dim = given["input"], _token_dim(known, given["input"])
-    if dim is None or given["dim"] % fake_value(x).ndim != dim:
+    x, dim = given["input"], _along_tokens(known, given)
+    if dim is None:
         return None
     return _picked(known, node, x, dim, _along(x, dim, given["index"]))
 
@@ -211,8 +218,8 @@ def _gather(
     known: GraphValues, node: fx.Node, given: dict[str, Any]
 ) -> Decision | None:
     x, index = given["input"], given["index"]
-    dim = _token_dim(known, x)
-    if dim is None or given["dim"] % fake_value(x).ndim != dim:
+    dim = _along_tokens(known, given)
+    if dim is None:
         return None
     value = known.value(x)
     if not all(p.is_replicate() for p in _others(known, value)):
@@ -305,8 +312,8 @@ def _differ(known: GraphValues, values: Sequence[Tensor], dim: int) -> bool:
 
 
 def _diff(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
-    x, dim = given["input"], _token_dim(known, given["input"])
-    if dim is None or given["dim"] % fake_value(x).ndim != dim or given["n"] != 1:
+    x, dim = given["input"], _along_tokens(known, given)
+    if dim is None or given["n"] != 1:
         return None
     if given["prepend"] is not None or given["append"] is not None:
         return None
