@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 import cpcompile as cp
 from cpcompile import config
+from cpcompile.ranks.layout_marks import is_marked
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 
@@ -42,12 +43,13 @@ class Model(nn.Module):
         x = x + y.transpose(1, 2).flatten(2)
         if self.kind == "weight made of two":
             logits = F.linear(x, self.head.weight * self.scale, self.head.bias)
+        elif self.kind == "autocast inside":  # of which float64 takes no notice
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = self.head(x)
         else:
             logits = self.head(x)
         if self.kind == "capped":
             logits = 5 * torch.tanh(logits / 5)
-        if self.kind == "dropped":  # what is drawn is not drawn again
-            logits = F.dropout(logits, 0.5)
         if self.kind == "along tokens":
             logits = logits.cumsum(1)
         loss = F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
@@ -120,9 +122,12 @@ def test_values_and_gradients(pools, kind, world, tokens, layout):
 
 @pytest.mark.timeout(120)
 @pytest.mark.slow(but=["along tokens", "alone"])
-@pytest.mark.parametrize("kind", ["along tokens", "alone", "plain"])
+@pytest.mark.parametrize("kind", ["along tokens", "alone", "autocast inside", "plain"])
 def test_results_that_stay(pools, kind):
-    """What is not made token by token, what nothing else reads, what is gathered."""
+    """What is not made by token, what nothing else reads, and what is gathered.
+
+    Nor what is computed under another autocast than there is after the program.
+    """
     options = {"tile": 8} if kind == "plain" else SHARDED
     if kind == "plain":
         options |= {"gather_outputs": True}
@@ -136,6 +141,42 @@ def test_with_inductor(pools):
     options = SHARDED | {"inner": "inductor"}
     for found in pools[2].run(run, "plain", 96, options, timeout=230):
         assert len(found["later"]) == 1
+
+
+class OfHidden(Model):
+    """Takes what the embedding makes."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.qkv(x).unflatten(-1, (6, -1)).transpose(1, 2).chunk(3, 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        logits = self.head(x + y.transpose(1, 2).flatten(2))
+        return logits.logsumexp(-1).sum(), logits
+
+
+def given_laid_out() -> list[str]:
+    torch._dynamo.reset()
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        model, x = OfHidden("plain"), torch.randn(2, 40, CHANNELS)
+        wanted = step(model, model, x, "logits")
+        given = cp.shard(x, sequence_mesh(2), 1, layout="zigzag")
+        options = {"inner": "aot_eager", "tile": 4, "strategy": "ring"}
+        with config.patch(tile_least_megabytes=1e-3), recording() as reports:
+            compiled = torch.compile(model, backend="cp", options=options)
+            got = step(compiled, model, given, "logits")
+            assert is_marked(compiled(given)[1]), "its layout is known to be natural"
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, y in wanted.items():
+        assert_close(got[name], y, rtol=1e-9, atol=1e-10)
+    return [name for report in reports for name in report.later]
+
+
+@pytest.mark.timeout(90)
+def test_results_of_inputs_in_a_layout_are_in_natural_order(pools):
+    for later in pools[2].run(given_laid_out, timeout=80):
+        assert later == 2 * [f"logits [2, 40, {WORDS}]"]
 
 
 def under_ddp() -> list[str]:

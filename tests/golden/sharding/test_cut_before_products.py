@@ -10,6 +10,7 @@ from tests.golden.capture import body, sharded
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import attend
 from tests.support.bounds import assert_close
+from tests.support.dynamo_graphs import dynamo_graph
 
 WORDS = 64
 WEIGHT, BIAS = torch.randn(WORDS, 8).double(), torch.randn(WORDS).double()
@@ -35,19 +36,6 @@ linear = linear(cp_move_tokens, cp_replicate)
 float_1 = .float(linear)
 logsumexp = .logsumexp(float_1, -1)""",
     )
-
-
-def captured_graph(fn, *inputs):
-    found = []
-
-    def backend(gm, inputs):
-        found.append(gm)
-        return gm
-
-    torch._dynamo.reset()
-    torch.compile(fn, backend=backend, fullgraph=True)(*inputs)
-    (gm,) = found
-    return gm
 
 
 def logits(x):
@@ -78,6 +66,8 @@ STAYS = {
     "narrower": lambda x: F.linear(logits(x), WEIGHT.mT)[:, 1:],
     "no product": lambda x: x.exp()[:, 1:],
     "along tokens": lambda x: logits(x).cumsum(1)[:, 1:],
+    "dropped": lambda x: F.dropout(logits(x), 0.5)[:, 1:],
+    "drawn": lambda x: (lambda y: (y * torch.rand_like(y))[:, 1:])(logits(x)),
     "a view": lambda x: logits(x).flatten(1)[1:],
     "the last dimension": lambda x: torch.einsum("bsd,vd->bvs", x, WEIGHT)[..., 1:],
     "positions": lambda x: logits(x)[:, torch.tensor([1, 3])],
@@ -89,7 +79,9 @@ def test_the_result_is_the_same(name):
     torch.manual_seed(0)
     x = torch.randn(2, 7, 8, dtype=torch.float64)
     fn = (MOVED | STAYS)[name]
-    wanted, gm = fn(x), captured_graph(fn, x)
+    gm = dynamo_graph(fn, x)
+    torch.manual_seed(1)
+    wanted = fn(x)
     before = str(gm.graph)
     moved = cut_before_products(gm.graph, None)
     assert (moved > 0) == (name in MOVED)
@@ -104,5 +96,6 @@ def test_the_result_is_the_same(name):
         next(v for k, v in named.items() if k in n.name.lower())
         for n in gm.graph.find_nodes(op="placeholder")
     ]
+    torch.manual_seed(1)
     (got,) = fx.Interpreter(gm).run(*inputs)
     assert_close("result", got, wanted)

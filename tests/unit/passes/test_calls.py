@@ -6,21 +6,14 @@ import torch.nn.functional as F
 
 from cpcompile.passes.graph.calls import canonical_call, set_argument
 from cpcompile.passes.graph.effects import is_in_place, view_of, written_by
+from tests.support.dynamo_graphs import dynamo_graph
 
 aten = torch.ops.aten
 
 
 def last_call(fn, *inputs):
     """The last call in the graph that Dynamo makes of a function, items aside."""
-    found = []
-
-    def backend(gm, inputs):
-        found.append(gm)
-        return gm
-
-    torch._dynamo.reset()
-    torch.compile(fn, backend=backend, fullgraph=True)(*inputs)
-    (gm,) = found
+    gm = dynamo_graph(fn, *inputs)
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
     several = [n for n in calls if isinstance(n.meta.get("example_value"), tuple)]
     return [n for n in calls if n.args[:1] != tuple(several[:1]) or not several][-1]

@@ -11,21 +11,8 @@ from cpcompile.passes.model.mutation.functionalise_writes import (
     steps_to_part,
 )
 from tests.support.bounds import assert_close, assert_equal
+from tests.support.dynamo_graphs import dynamo_graph
 from tests.support.writes import program
-
-
-def captured(fn, x):
-    """The graph that Dynamo makes of a function, with its inputs."""
-    found = []
-
-    def backend(gm, inputs):
-        found.append(gm)
-        return gm
-
-    torch._dynamo.reset()
-    torch.compile(fn, backend=backend, fullgraph=True)(x)
-    (gm,) = found
-    return gm
 
 
 @pytest.mark.slow(but_every=3)
@@ -35,7 +22,7 @@ def test_random_programs(seed):
     torch.manual_seed(seed)
     x = torch.randn(4, 6, 4)
     wanted = fn(x)
-    gm = captured(fn, x)
+    gm = dynamo_graph(fn, x)
     functionalise_writes(gm.graph, None)
     gm.graph.lint()
     gm.recompile()
@@ -70,7 +57,7 @@ def test_gradients():
 
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     (wanted,) = torch.autograd.grad(fn(x), x)
-    gm = captured(fn, x)
+    gm = dynamo_graph(fn, x)
     assert functionalise_writes(gm.graph, None) == 2
     gm.recompile()
     (result,) = fx.Interpreter(gm).run(x)
@@ -90,7 +77,7 @@ def test_gradients():
     ],
 )
 def test_what_stays(fn):
-    gm = captured(fn, torch.randn(3, 5))
+    gm = dynamo_graph(fn, torch.randn(3, 5))
     before = str(gm.graph)
     assert functionalise_writes(gm.graph, None) == 0
     assert str(gm.graph) == before

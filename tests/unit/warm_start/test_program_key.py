@@ -244,3 +244,20 @@ def test_another_text_and_other_settings_have_another_key() -> None:
     with torch._inductor.config.patch(max_autotune=True):
         tuned = of(x)
     assert of(x) != tuned
+
+
+@pytest.mark.parametrize("of_dynamo", [True, False])
+def test_a_look_up_leaves_no_mark_on_a_copy(of_dynamo: bool) -> None:
+    """AOTAutograd would take a copy of Dynamo's graph for the original afterwards."""
+    gm = fx.symbolic_trace(nn.Linear(2, 2))
+    if of_dynamo:
+        gm._param_name_to_source = {}
+
+    def look_up(gm: fx.GraphModule, *_: object, **__: object) -> None:
+        with autograd_cache.sanitize_gm_for_cache(gm):
+            pass
+
+    how = mock.Mock()
+    with mock.patch.object(warm_start, "compile_inner", look_up):
+        warm_start.Compilation.compile(how, gm, [], keep=False)
+    assert hasattr(gm, "_param_name_to_source") == of_dynamo
