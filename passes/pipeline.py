@@ -39,6 +39,7 @@ from .model.layouts.lay_out_tokens import lay_out_tokens
 from .model.lengths.pad_tokens import pad_tokens
 from .model.masks.rewrite_masks import rewrite_masks
 from .model.mixers.exchange_mixers import exchange_mixers
+from .model.mixers.split_pairs_by_rows import split_pairs_by_rows
 from .model.moe.fold_moe_dispatch import fold_moe_dispatch
 from .model.mutation.functionalise_writes import functionalise_writes
 from .model.mutation.number_rows import number_rows
@@ -75,6 +76,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
     pad_convolutions,  # before shard_graph, which shards this form
     fold_transforms,  # after rewrite_masks, which reads those that make masks
     fold_scans,  # before exchange_mixers, which shares them, and shard_graph
+    split_pairs_by_rows,  # before exchange_mixers, which would share what follows
     exchange_mixers,  # before shard_graph: it says how mixers are split
     shard_graph,  # gives every node of the graph its placement
     lay_out_tokens,  # last: what it proves holds for the final graph

@@ -10,6 +10,7 @@ from cpcompile.ops.comm.relayout import relayout
 from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
 from cpcompile.ops.comm.token_runs import move_runs
 from cpcompile.ops.dtensor import dtensor_rules, dtensor_sdpa
+from cpcompile.ops.expert_numbers import expert_numbers
 from cpcompile.ops.mixers import mixer_work
 from cpcompile.ops.mixers.mixer_operator import (
     mixer,
@@ -58,6 +59,7 @@ __all__ = [
     "attention_step_dkdv",
     "attention_step_dq",
     "dim_exchange",
+    "expert_numbers",
     "gradient_bucket",
     "halo_exchange",
     "hybrid_attention",

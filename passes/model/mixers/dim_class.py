@@ -120,6 +120,17 @@ class DimClass:
         found = self._flow(node)
         return found is not None and found[0] is None
 
+    def ahead(self, node: fx.Node) -> dict[fx.Node, TokenDim] | None:
+        """Return where the entries are in the values that a call makes.
+
+        That is nowhere in a sum over them. None where entries meet.
+        """
+        found = self._flow(node)
+        if found is None:
+            return None
+        results, _ = found
+        return {} if results is None else {x: results[i] for i, x in _values_of(node)}
+
     def size(self, node: fx.Node) -> int:
         """Return the size of the dimension that has the entries."""
         return expected_shape(fake_value(node))[self.dims[node].dim]

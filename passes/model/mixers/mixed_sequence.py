@@ -31,13 +31,22 @@ from ...graph.nodes import (
 )
 from ...graph.sequence_tokens import TokenDim, is_row_parallel_operand
 from ..moves.move_rules import RULES as MOVES
+from ..moves.window_views import windows
 from ..normalize.pad_convolutions import convolved
-from ..sharding.dim_flows import dim_flows, token_operands
+from ..sharding.dim_flows import dim_flows, part_written, token_operands
 from ..sharding.sharding_rules import RULES
 from .dim_class import CREATIONS, DimClass, linked_values
 
 _ANYWHERE = ("mean", "expand_as", "logsigmoid", "log_sigmoid")
 """Calls whose rules of ours look where their operand is split."""
+
+_AS_FLOW_SAYS = (
+    "view", "reshape", "flatten", "unflatten", "cat", "matmul",
+)  # fmt: skip
+"""Calls whose rules of ours only do what flow says in a better way."""
+
+FARTHEST = 256
+"""So many calls ahead of a value are asked what they bring together."""
 
 
 class MixedSequence:
@@ -47,6 +56,7 @@ class MixedSequence:
     classes: dimensions along which entries keep apart, as far as they were asked for.
     others: the values that have sequences of other lengths.
     writes: calls that write to the memory of their first operand.
+    flows: where dimensions go in calls.
     """
 
     def __init__(
@@ -59,9 +69,9 @@ class MixedSequence:
             for node in each.nodes
             if sub_graph(node) is None
         ]
-        self._flows = flows_of(fake_mode_of(graph), ctx.mesh.device_type)
+        self.flows = flows_of(fake_mode_of(graph), ctx.mesh.device_type)
         self.links = linked_values(graph)
-        self.tokens = DimClass(self._flows, self.links, tokens, 1)
+        self.tokens = DimClass(self.flows, self.links, tokens, 1)
         found = {x: d for x, d in seeds.items() if dim_size(x, d) == tokens}
         tried: set[fx.Node] = set()  # some have tokens in two dimensions, so in none
         while found:
@@ -92,7 +102,53 @@ class MixedSequence:
             return False  # what a convolution needs of neighbours is little
         if not any(x in self.tokens.dims for x in node.all_input_nodes):
             return False
-        return not (self.tokens.is_local(node) or self.tokens.is_sum(node))
+        if self.tokens.is_local(node) or self.tokens.is_sum(node):
+            return False
+        return not self._makes_windows(node)
+
+    def _makes_windows(self, node: fx.Node) -> bool:
+        """Tell whether a view makes windows that stay apart, some for every rank."""
+        if spelled(node) not in ("view", "reshape", "unflatten"):
+            return False
+        source = canonical_call(node).arguments["input"]
+        dim, shape = self.tokens.dims[source], expected_shape(fake_value(node))
+        before = expected_shape(fake_value(source))
+        if dim.outer > 1 or windows(before, shape, dim.dim) is None:
+            return False
+        if leaves_ranks_empty(shape[dim.dim], self.ranks):
+            return False
+        return self._stay_apart(node, dim.dim)
+
+    def _stay_apart(self, node: fx.Node, dim: int) -> bool:
+        """Tell whether entries of a dimension meet nowhere ahead but at borders."""
+        waiting, seen = [(self.class_ahead(node, dim), node)], {node}
+        while waiting and len(seen) < FARTHEST:
+            entries, value = waiting.pop()
+            for user in value.users:
+                if user in seen or not computes(user):
+                    continue
+                if spelled(user) == "setitem" and user.args[0] is value:
+                    continue  # what else is assigned to it
+                seen.add(user)
+                written: fx.Node = user.args[0] if part_written(user) else user  # type: ignore[assignment]
+                values = entries.ahead(user) if written is user else None
+                if values is not None:
+                    entries.dims |= values
+                    waiting += [(entries, x) for x in values]
+                    continue
+                kept = self._kept_ahead(user, value, entries.dims[value])
+                if kept is None or dim_size(written, TokenDim(kept)) == 1:
+                    return False
+                waiting.append((self.class_ahead(written, kept), written))
+        return True
+
+    def _kept_ahead(self, node: fx.Node, source: fx.Node, dim: TokenDim) -> int | None:
+        """Return where a call that moves few entries of a value has the others."""
+        if not moves_little(node) or dim.outer > 1:
+            return None
+        flows = part_written(node) or dim_flows(node) or ()
+        out = [x.out for x in flows if x.source is source and x.dim == dim.dim]
+        return out[0] if out else None
 
     def is_of_others(self, node: fx.Node) -> bool:
         """Tell whether a value has tokens of a sequence of another length."""
@@ -165,11 +221,17 @@ class MixedSequence:
             (c for c in self.classes if c.dims.get(operand) == TokenDim(dim)), None
         )
         if known is None:
-            known = DimClass(self._flows, self.links, size, self.ranks, whole)
+            known = DimClass(self.flows, self.links, size, self.ranks, whole)
             known.grow({operand: TokenDim(dim)})
             self.classes.append(known)
         if known.is_local(node):
             yield known
+
+    def class_ahead(self, node: fx.Node, dim: int) -> DimClass:
+        """Return the class of a dimension that has one value, to be followed ahead."""
+        entries = DimClass(self.flows, self.links, dim_size(node, TokenDim(dim)), 1)
+        entries.dims[node] = TokenDim(dim)
+        return entries
 
     def is_written(self, node: fx.Node) -> bool:
         """Tell whether a call writes to the memory of a value, or of an operand."""
@@ -193,6 +255,12 @@ def find_sequences(graph: fx.Graph, ctx: Context) -> Iterator[tuple[fx.Node, Tok
             tokens, _ = result_roles(source, node.args[1])  # type: ignore[arg-type]
             if tokens is not None:
                 yield node, TokenDim(tokens)
+        elif _is_attended(source) and node.args[1] == 0:  # not the log-sum-exp
+            yield node, TokenDim(fake_value(node).ndim - 2)
+
+
+def _is_attended(source: object) -> bool:
+    return isinstance(source, fx.Node) and is_cp_attention(source)
 
 
 def dim_size(node: fx.Node, dim: TokenDim) -> int:
@@ -214,12 +282,21 @@ def stays_on_tokens(node: fx.Node) -> bool:
     return _knows_tokens(node) and canonical_call(node).name not in _ANYWHERE
 
 
+def computes(node: fx.Node) -> bool:
+    """Tell whether a call makes values of others; attention knows what meets."""
+    if node.op == "output" or sub_graph(node) is not None:
+        return False
+    if is_attention(node) or is_cp_attention(node) or is_row_parallel_operand(node):
+        return False
+    return spelled(node) not in CREATIONS
+
+
 def _knows_tokens(node: fx.Node) -> bool:
     """Tell whether a rule of ours splits a call along tokens, whatever flow says."""
     if is_attention(node) or is_cp_attention(node) or is_row_parallel_operand(node):
         return True
     name = canonical_call(node).name
-    return name in RULES and name not in ("view", "reshape", "flatten", "cat")
+    return name in RULES and name not in _AS_FLOW_SAYS
 
 
 def _written_memory(writes: Iterable[fx.Node]) -> set[int | None]:

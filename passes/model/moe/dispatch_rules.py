@@ -47,17 +47,20 @@ def sort(region: DispatchRegion, node: fx.Node) -> Kinds:
     order = Order(node, kind.per_token, ascending=descending is False)
     if spelled(node) == "argsort":
         return Positions(order, tokens=False)
-    keys_in_order = TokenRows(kind.per_token, order, keys=_not_negative(keys))
+    keys_in_order = TokenRows(kind.per_token, order, keys=not_negative(keys))
     return keys_in_order, Positions(order, tokens=False)
 
 
-def _not_negative(keys: fx.Node) -> bool:
-    """Tell whether keys are unchanged indices of topk, max, sort or argmax."""
+def not_negative(keys: fx.Node) -> bool:
+    """Tell whether keys are unchanged indices of topk, max, sort or argmax, or checked.
+
+    The check is cp::expert_numbers.
+    """
     while keys.op in ("call_function", "call_method"):
         if fake_value(keys).dtype not in _EXACT:
             return False
         call = canonical_call(keys)
-        if call.name == "argmax":
+        if call.name in ("argmax", "cp::expert_numbers"):
             return True
         source = call.arguments.get("input")
         if not isinstance(source, fx.Node):
@@ -71,6 +74,11 @@ def _not_negative(keys: fx.Node) -> bool:
 
 
 _SAME_NUMBERS = ("view", "reshape", "flatten", "contiguous", "to", "detach", "clone")
+
+
+def checked(region: DispatchRegion, node: fx.Node) -> Kinds:
+    """Return the kind of numbers of experts none of which is negative."""
+    return region.rows(given(node)["numbers"])
 
 
 def floor_divide(region: DispatchRegion, node: fx.Node) -> Kinds:
@@ -242,4 +250,5 @@ RULES: dict[str, DispatchRule] = {
     "scatter_add_": add_at,
     "scatter_add": add_at,
     "repeat_interleave": repeat,
+    "cp::expert_numbers": checked,
 }

@@ -37,9 +37,10 @@ from ...graph.nodes import (
     fake_mode_of,
     fake_value,
     insert_call,
+    where,
 )
 from .dispatch_region import DispatchRegion
-from .dispatch_rules import RULES
+from .dispatch_rules import RULES, not_negative
 from .region_call import region_call, write_region_call
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,8 @@ def _rewrite(
     attention: calls that are part of no dispatch. They would be where batch entries are
         the rows, as of a mask that is repeated for every head.
     """
-    rows, nodes = _rows(seed), list(graph.nodes)
+    rows, checked = _rows(seed), _check_experts(seed)
+    nodes = list(graph.nodes)
     assert rows is not None
     region = DispatchRegion(_tokens(rows), flows, RULES)
     try:
@@ -134,12 +136,39 @@ def _rewrite(
         call = region_call(region, "moe_dispatch")
     except NotByRows as problem:
         log.debug("%s is left as it is: %s", seed.name, problem)
+        if checked is not None:
+            checked.replace_all_uses_with(rows)
+            graph.erase_node(checked)
         if is_symbol(region.tokens):
             text = f"{seed.name} of {region.tokens} tokens is no part of such a call"
             raise LengthNotSymbolic(text) from problem
         return False
     write_region_call(call, seed)
     return True
+
+
+def _check_experts(seed: fx.Node) -> fx.Node | None:
+    """Insert a check of the numbers by which a call sorts, if only data tells them.
+
+    They may be looked up by the ids of tokens.
+    """
+    rows = _rows(seed)
+    assert rows is not None
+    value = fake_value(rows)
+    if spelled(seed) not in ("sort", "argsort") or value.is_floating_point():
+        return None
+    if not_negative(rows):
+        return None
+    with seed.graph.inserting_before(seed):
+        checked = insert_call(
+            seed.graph,
+            torch.ops.cp.expert_numbers.default,
+            (rows, where(seed)),
+            like=seed,
+            value=value,
+        )
+    seed.replace_input_with(rows, checked)
+    return checked
 
 
 def _may_be_experts(x: fx.Node) -> bool:

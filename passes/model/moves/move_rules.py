@@ -46,7 +46,7 @@ def moved_tokens(known: GraphValues, node: fx.Node) -> Decision | None:
     return rule(known, node, call.arguments)
 
 
-def _token_dim(known: GraphValues, x: Any) -> int | None:
+def split_dim(known: GraphValues, x: Any) -> int | None:
     """Return the dimension along which the axis, and no other, splits a value."""
     value = known.value(x) if isinstance(x, fx.Node) else None
     if not isinstance(value, DTensor) or known.is_joint(value):
@@ -62,15 +62,16 @@ def _token_dim(known: GraphValues, x: Any) -> int | None:
 def _along_tokens(known: GraphValues, given: dict[str, Any]) -> int | None:
     """Return the dimension of a call's operand if it is that of the tokens."""
     x = given["input"]
-    dim = _token_dim(known, x)
+    dim = split_dim(known, x)
     if dim is None or given["dim"] % fake_value(x).ndim != dim:
         return None
     return dim
 
 
-def _moved(
+def move_tokens(
     known: GraphValues, xs: Sequence[Any], dim: int, how: str, *args: Any, **kwargs: Any
 ) -> NewCall:
+    """Return the call that moves the tokens of some values along a dimension."""
     return NewCall(cp_move_tokens, ([*xs], known.on, dim, how, *args), kwargs)
 
 
@@ -78,7 +79,7 @@ def _item(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision 
     x, index = given["input"], given["index"]
     if not isinstance(x, fx.Node):
         return None
-    dim = _token_dim(known, x)
+    dim = split_dim(known, x)
     if dim is None:
         return None
     items = _items(index, fake_value(x).ndim)
@@ -136,7 +137,7 @@ def _slice(known: GraphValues, x: fx.Node, dim: int, item: slice) -> NewCall | N
         if _is_picked_often(x):
             return None
         return NewCall(cp_pick_tokens, (x, known.on, dim, _along(x, dim, item)))
-    return _moved(known, [x], dim, "slice", item.start, item.stop, item.step)
+    return move_tokens(known, [x], dim, "slice", item.start, item.stop, item.step)
 
 
 def _picked(
@@ -233,7 +234,7 @@ def _gather(
 
 
 def _roll(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
-    x, dim = given["input"], _token_dim(known, given["input"])
+    x, dim = given["input"], split_dim(known, given["input"])
     shifts, dims = _list(given["shifts"]), _list(given["dims"])
     if dim is None or not dims or not all(isinstance(n, int) for n in shifts):
         return None
@@ -242,26 +243,26 @@ def _roll(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision 
     rest = [(n, d) for n, d in zip(shifts, dims, strict=True) if d % ndim != dim]
     if len(rest) == len(dims):
         return None
-    moved = _moved(known, [x], dim, "roll", shift)
+    moved = move_tokens(known, [x], dim, "roll", shift)
     if not rest:
         return Replace(moved)
     return Propagate(NewCall(torch.roll, (moved, *map(list, zip(*rest, strict=True)))))
 
 
 def _flip(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
-    x, dim = given["input"], _token_dim(known, given["input"])
+    x, dim = given["input"], split_dim(known, given["input"])
     if dim is None:
         return None
     ndim = fake_value(x).ndim
     dims = [d % ndim for d in _list(given["dims"])]
     if dim not in dims:
         return None
-    moved, rest = _moved(known, [x], dim, "flip"), [d for d in dims if d != dim]
+    moved, rest = move_tokens(known, [x], dim, "flip"), [d for d in dims if d != dim]
     return Propagate(NewCall(torch.flip, (moved, rest))) if rest else Replace(moved)
 
 
 def _pad(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
-    x, dim = given["input"], _token_dim(known, given["input"])
+    x, dim = given["input"], split_dim(known, given["input"])
     if dim is None:
         return None
     pad, mode, value = list(given["pad"]), given.get("mode", "constant"), given["value"]
@@ -276,7 +277,7 @@ def _pad(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision |
     before, after = pad[place : place + 2]
     if are_few(known.value(x).shape[dim] + before + after, known.ctx.ranks):
         return None
-    moved = _moved(known, [x], dim, "pad", before, after, mode, fill=fill)
+    moved = move_tokens(known, [x], dim, "pad", before, after, mode, fill=fill)
     pad[place : place + 2] = 0, 0
     if not any(pad):
         return Replace(moved)
@@ -289,7 +290,7 @@ def _cat(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision |
 
 def joined(known: GraphValues, tensors: list[Any], along: Any) -> Decision | None:
     """Decide on torch.cat: sharded sequences are joined where they lie."""
-    found = (_token_dim(known, x) for x in tensors)
+    found = (split_dim(known, x) for x in tensors)
     dims = {dim for dim in found if dim is not None}
     values = known.value(tensors)
     if len(dims) != 1 or not all(isinstance(x, Tensor) for x in values):
@@ -297,7 +298,7 @@ def joined(known: GraphValues, tensors: list[Any], along: Any) -> Decision | Non
     (dim,) = dims
     if along % fake_value(tensors[0]).ndim != dim or _differ(known, values, dim):
         return None
-    return Replace(_moved(known, tensors, dim, "cat"))
+    return Replace(move_tokens(known, tensors, dim, "cat"))
 
 
 def _differ(known: GraphValues, values: Sequence[Tensor], dim: int) -> bool:
@@ -320,17 +321,20 @@ def _diff(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision 
     value = known.value(x)
     if value.dtype == torch.bool or are_few(value.shape[dim] - 1, known.ctx.ranks):
         return None
-    later = _moved(known, [x], dim, "slice", 1, None, 1)
-    earlier = _moved(known, [x], dim, "slice", None, -1, 1)
+    later = move_tokens(known, [x], dim, "slice", 1, None, 1)
+    earlier = move_tokens(known, [x], dim, "slice", None, -1, 1)
     return Replace(NewCall(torch.sub, (later, earlier)))
 
 
 def assigned_tokens(
     known: GraphValues, base: fx.Node, part: Any, index: Any
-) -> NewCall | None:
+) -> tuple[NewCall, Any] | None:
     """Return the call for base[index] = part, where the index has a range of tokens.
 
     One token is a range, too, in which the part has no dimension of tokens.
+
+    Returns: the tokens of base, and None; or those of base[channels], and `channels`,
+        an index of all tokens. None if it is no such assignment.
     """
     value, part_value = known.value(base), known.value(part)
     ndim = value.ndim
@@ -339,31 +343,46 @@ def assigned_tokens(
         return None
     cut = [d for d, x in enumerate(items) if not (isinstance(x, slice) and x == _ALL)]
     if len(cut) == 1 and isinstance(items[cut[0]], int):
-        return _written_token(known, base, part, cut[0], items[cut[0]])
+        call = _written_token(known, base, part, cut[0], items[cut[0]])
+        return None if call is None else (call, None)
     if not all(isinstance(item, slice) for item in items):
         return None
     missing = ndim - getattr(part_value, "ndim", ndim)
-    dim, of_part = _token_dim(known, base), _token_dim(known, part)
+    dim, of_part = split_dim(known, base), split_dim(known, part)
     if dim is None and not isinstance(value, DTensor) and of_part is not None:
         dim = of_part + missing  # a new tensor that is filled
-    if dim is None or cut != [dim] or missing < 0:
+    others = [d for d in cut if d != dim]
+    if dim is None or dim not in cut or missing < 0:
         return None
+    if others and not isinstance(value, DTensor):
+        return None
+    region = [_length(known, n, x) for n, x in zip(value.shape, items, strict=True)]
+    channels: Any = None
+    source: fx.Node | NewCall = base
+    if others:
+        channels = tuple(x if d in others else _ALL for d, x in enumerate(items))
+        source = NewCall(operator.getitem, (base, channels))
     item = items[dim]
-    numbers = known.value(item)
-    joined = sliced(value.shape[dim], numbers.start, numbers.stop, numbers.step)
     place = (dim, "assign", item.start, item.stop, item.step)
     if not isinstance(part_value, Tensor):
         fill = _as_float(part)
-        return None if fill is None else _moved(known, [base], *place, fill=fill)
+        filled = (
+            None if fill is None else move_tokens(known, [source], *place, fill=fill)
+        )
+        return None if filled is None else (filled, channels)
     if of_part != dim - missing and _is_split(known, part):
         return None
-    region = list(value.shape)
-    region[dim] = joined.length
     if part_value.dtype != value.dtype:
         part = NewCall(torch.Tensor.to, (part, value.dtype))
     if list(part_value.shape) != region:
         part = NewCall(torch.Tensor.expand, (part, region))
-    return _moved(known, [base, part], *place)
+    return move_tokens(known, [source, part], *place), channels
+
+
+def _length(known: GraphValues, size: int, item: slice) -> int:
+    """Return how many entries a slice has of a dimension."""
+    numbers = known.value(item)
+    return sliced(size, numbers.start, numbers.stop, numbers.step).length
 
 
 def _written_token(
@@ -371,12 +390,12 @@ def _written_token(
 ) -> NewCall | None:
     """Return the call for base[:, token] = part."""
     value, part_value = known.value(base), known.value(part)
-    if _token_dim(known, base) != dim or _is_split(known, part):
+    if split_dim(known, base) != dim or _is_split(known, part):
         return None
     place = (dim, "assign", token, token + 1 or None, 1)
     if not isinstance(part_value, Tensor):
         fill = _as_float(part)
-        return None if fill is None else _moved(known, [base], *place, fill=fill)
+        return None if fill is None else move_tokens(known, [base], *place, fill=fill)
     row = [n for d, n in enumerate(value.shape) if d != dim]
     if part_value.ndim > len(row):
         return None
@@ -384,7 +403,7 @@ def _written_token(
         part = NewCall(torch.Tensor.to, (part, value.dtype))
     if list(part_value.shape) != row:
         part = NewCall(torch.Tensor.expand, (part, row))
-    return _moved(known, [base, NewCall(torch.unsqueeze, (part, dim))], *place)
+    return move_tokens(known, [base, NewCall(torch.unsqueeze, (part, dim))], *place)
 
 
 def _as_float(number: Any) -> float | None:
@@ -403,7 +422,7 @@ def _list(x: Any) -> list[Any]:
 
 
 def _split(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
-    x, dim = given["input"], _token_dim(known, given["input"])
+    x, dim = given["input"], split_dim(known, given["input"])
     if dim is None or given.get("dim", 0) % fake_value(x).ndim != dim:
         return None
     sizes = [part.shape[dim] for part in fake_value(node)]

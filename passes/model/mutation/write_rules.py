@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
@@ -86,7 +87,7 @@ def in_place(graph_values: GraphValues, node: fx.Node) -> Decision:
         graph_values, base, part, [ViewStep(Callee(operator.getitem), (index,))]
     )
     if local is None:
-        local = assigned_tokens(graph_values, base, part, index)
+        local = _assigned(graph_values, base, part, index)
     if local is not None:
         return Write(base, Replace(local))
     reason = "DTensor has no rule for assignment to a part of a tensor"
@@ -115,10 +116,27 @@ def write_part(
         and len(steps) == 1
         and steps[0].callee.function is operator.getitem
     ):
-        local = assigned_tokens(graph_values, whole, part, *steps[0].args)
+        local = _assigned(graph_values, whole, part, *steps[0].args)
     if local is None:
         return Write(whole, FallBack("DTensor loses writes through a view"))
     return Write(whole, Replace(local))
+
+
+def _assigned(
+    known: GraphValues, base: fx.Node, part: Any, index: Any
+) -> NewCall | None:
+    """Return the call that assigns to a range of tokens, or to channels of it.
+
+    x[:, 1:, :4] = part  ->  y = x[:, :, :4];  y[:, 1:] = part;  x[:, :, :4] = y
+    """
+    found = assigned_tokens(known, base, part, index)
+    if found is None:
+        return None
+    call, channels = found
+    if channels is None:
+        return call
+    step = ViewStep(Callee(operator.getitem), (channels,))
+    return local_write(known, base, call, [step])
 
 
 def _is_first(node: fx.Node, base: fx.Node) -> bool:

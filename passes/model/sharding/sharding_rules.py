@@ -19,7 +19,7 @@ from cpcompile.logs import warn_once
 from cpcompile.ranks.shardings import is_sequence_sharded
 
 from ...graph.attention_calls import is_attention
-from ...graph.calls import canonical_call
+from ...graph.calls import canonical_call, spelled
 from ...graph.cp_attention import is_cp_attention
 from ...graph.effects import is_in_place
 from ...graph.loss_calls import ELEMENTWISE, OF_CLASSES
@@ -53,6 +53,7 @@ from ..attention.find_attention import attention_operands, unrewritten
 from ..functions.chunked_function import chunked_function
 from ..functions.function_bodies import is_autograd_function
 from ..moves.move_rules import moved_tokens
+from ..moves.window_views import in_windows, window_view
 from ..mutation.functionalise_writes import steps_to_part
 from ..mutation.masked_rows import placed_rows, write_rows
 from ..mutation.write_rules import in_place, write_part
@@ -60,6 +61,7 @@ from ..normalize.pad_convolutions import CONVOLUTIONS, convolution
 from .flattened_tokens import flattened_tokens
 from .sharded_losses import class_loss, elementwise_loss
 from .tensor_parallel import on_other_axes
+from .token_products import token_products
 from .unknown_sizes import unknown_size
 
 ShardingRule = Callable[[GraphValues, fx.Node], Decision | None]
@@ -99,6 +101,8 @@ def decide(graph_values: GraphValues, node: fx.Node, distributed: bool) -> Decis
     if unknown is not None:
         return unknown
     rule = RULES.get(canonical_call(node).name)
+    if spelled(node) == "einsum":  # any number of operands: it has no names for them
+        rule = token_products
     if distributed and is_autograd_function(node):
         rule = chunked_function
     if (
@@ -226,12 +230,19 @@ def unfold(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     length, ranks = value.shape[dim], graph_values.ctx.ranks
     if value.placements[graph_values.ctx.axis] != Shard(dim) or is_symbol(length):
         return None
-    if not size or length % (size * ranks):
-        return None  # a window of two ranks
-    windows = (arguments["input"], dim, (length // size, size))
-    return Replace(
-        NewCall(torch.movedim, (NewCall(torch.unflatten, windows), dim + 1, -1))
-    )
+    if not size or length % size:
+        return None  # what is left over is in no window
+    shape = (length // size, size)
+    cut: NewCall | None = NewCall(torch.unflatten, (arguments["input"], dim, shape))
+    if shape[0] % ranks:
+        after = (*value.shape[:dim], *shape, *value.shape[dim + 1 :])
+        cut = in_windows(graph_values, arguments["input"], after)
+    return None if cut is None else Replace(NewCall(torch.movedim, (cut, dim + 1, -1)))
+
+
+def view(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Keep flattened tokens, and windows of tokens, in the parts of ranks."""
+    return flattened_tokens(known, node) or window_view(known, node)
 
 
 def expand_as(graph_values: GraphValues, node: fx.Node) -> Decision | None:
@@ -277,11 +288,13 @@ def exchange(known: GraphValues, node: fx.Node) -> Decision:
 
 
 RULES: dict[str, ShardingRule] = {
-    **dict.fromkeys(("view", "reshape", "flatten"), flattened_tokens),
+    **dict.fromkeys(("view", "reshape", "flatten"), view),
+    "unflatten": window_view,
     **dict.fromkeys(CONVOLUTIONS, convolution),
     "embedding": embedding,
     **dict.fromkeys(OF_CLASSES, class_loss),
     **dict.fromkeys(ELEMENTWISE, elementwise_loss),
+    "matmul": token_products,
     "cat": concatenate,
     "mean": mean,
     **dict.fromkeys(("logsigmoid", "log_sigmoid"), log_sigmoid),

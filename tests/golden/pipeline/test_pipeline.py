@@ -31,6 +31,7 @@ NAMES = [
     "pad_convolutions",
     "fold_transforms",
     "fold_scans",
+    "split_pairs_by_rows",
     "exchange_mixers",
     "shard_graph",
     "lay_out_tokens",
@@ -136,5 +137,6 @@ def test_every_pass_is_counted(mesh):
         "pad_convolutions": 0,
         "fold_transforms": 0,
         "fold_scans": 0,
+        "split_pairs_by_rows": 0,
         "exchange_mixers": 0,
     }

@@ -68,11 +68,12 @@ def test_nothing_is_gathered(mesh, name, length):
     assert found.text.count("padded_convolution(") >= 2
 
 
-def test_rows_that_are_cut_are_gathered(mesh):
-    """5 rows of 4 columns on 2 ranks."""
+def test_rows_that_are_cut_are_borrowed(mesh):
+    """5 rows of 4 columns on 2 ranks: 3 and 2, of 10 tokens each."""
     found = captured(mesh, "grid", 20)
     assert len(found.ctx.findings.plans) == 2
-    assert "padded_convolution(" not in found.text
+    assert "padded_convolution(" in found.text
+    assert "cp_replicated" not in found.text
 
 
 @pytest.mark.parametrize("name", TWINS)

@@ -109,17 +109,9 @@ class KeysFirst(ByHand):
         return (q @ k.mT * factor).softmax(-1) @ v
 
 
-def test_scores_that_are_gathered(mesh, caplog):
-    """It was said that every rank holds those of its queries."""
-    run(KeysFirst(True), activations(), mesh=mesh, shard={"x": 1})
-    (text,) = [x for x in warnings(caplog) if "by hand" in x]
-    assert "of its queries" not in text
-    assert "every rank gathers, computes and holds the scores of all queries" in text
-
-
-def test_scores_that_are_not_gathered(mesh, caplog):
-    """The twin."""
-    run(KeysFirst(False), activations(), mesh=mesh, shard={"x": 1})
+@pytest.mark.parametrize("keys_first", [True, False])
+def test_scores_that_are_not_gathered(keys_first, mesh, caplog):
+    run(KeysFirst(keys_first), activations(), mesh=mesh, shard={"x": 1})
     (text,) = [x for x in warnings(caplog) if "by hand" in x]
     assert "every rank gathers the keys, and holds the scores of its queries" in text
 

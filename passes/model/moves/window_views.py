@@ -1,0 +1,82 @@
+"""Cut a sequence into windows, of which every rank has whole ones, and join them.
+
+    x: [B, 61, D] S(1) on 2 ranks, 31 and 30 tokens
+    view(x[:, :60], (B, 15, 4, D))
+      ->
+    padded = cp_move_tokens(x[:, :60], 1, 'pad', 0, 4)    64 tokens, 32 and 32
+    view(padded, (B, 16, 4, D))[:, :15]                   8 and 7 windows of 4
+
+Patches, rows of images, frames of videos and blocks of tokens are such windows. torch
+deals windows out as it deals tokens, so that a rank borrows few tokens from neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+
+from cpcompile.geometry.layout import leaves_ranks_empty
+from cpcompile.geometry.lengths import is_symbol
+
+from ...graph.calls import canonical_call
+from ...graph.new_call import NewCall
+from ...graph.nodes import fake_value
+from ...placement.decisions import Replace
+from ...placement.graph_values import GraphValues
+from .move_rules import move_tokens, split_dim
+
+
+def window_view(known: GraphValues, node: fx.Node) -> Replace | None:
+    """Decide on a view that makes windows of uneven parts of tokens, or joins them."""
+    source = canonical_call(node).arguments["input"]
+    call = in_windows(known, source, fake_value(node).shape)
+    return None if call is None else Replace(call)
+
+
+def in_windows(
+    known: GraphValues, source: fx.Node, after: Sequence[int]
+) -> NewCall | None:
+    """Return the view of a value in another shape that cuts or joins windows.
+
+    None if DTensor makes it, or if it is another view.
+    """
+    dim = split_dim(known, source)
+    if dim is None:
+        return None
+    before = fake_value(source).shape
+    size = windows(before, after, dim)
+    joins = size is None
+    size = windows(after, before, dim) if joins else size
+    if size is None:
+        return None
+    ranks, count = known.ctx.ranks, (before if joins else after)[dim]
+    if count % ranks == 0 or leaves_ranks_empty(count, ranks):
+        return None  # DTensor does the former; views of no windows at all fail
+    even = ranks * -(-count // ranks)
+    more = (even - count) * (1 if joins else size)
+    padded = move_tokens(known, [source], dim, "pad", 0, more, "constant", fill=0.0)
+    shape = [*after[:dim], even * (size if joins else 1), *after[dim + 1 :]]
+    view = NewCall(torch.reshape, (padded, shape))
+    return move_tokens(known, [view], dim, "slice", None, after[dim], 1)
+
+
+def windows(before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
+    """Return how many tokens a window has if a view cuts dimension `dim` into such.
+
+    The windows are dimension `dim` of the result. None for any other view.
+    """
+    if any(map(is_symbol, (*before, *after))) or list(before[:dim]) != list(
+        after[:dim]
+    ):
+        return None
+    if len(after) <= dim + 1 or not after[dim] or before[dim] % after[dim]:
+        return None
+    size = before[dim] // after[dim]
+    rest = list(before[dim + 1 :])
+    for end in range(dim + 2, len(after) + 1):
+        if math.prod(after[dim + 1 : end]) == size and list(after[end:]) == rest:
+            return size if size > 1 else None
+    return None

@@ -1,0 +1,71 @@
+"""Split products along a batch's dimension of tokens, which DTensor would gather."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.fx as fx
+from torch.distributed.tensor import DTensor, Shard
+
+from cpcompile.geometry.lengths import expected
+
+from ...flow.dim_maps import Labels
+from ...flow.dim_rules import product_map
+from ...graph.calls import spelled
+from ...graph.new_call import NewCall
+from ...placement.decisions import Propagate
+from ...placement.graph_values import GraphValues
+from ...placement.token_products import cp_token_products
+
+_BATCHED = 3  # as many dimensions have products that are a batch
+
+
+def token_products(known: GraphValues, node: fx.Node) -> Propagate | None:
+    """Compute a product for every token on the tokens of a rank.
+
+    The tokens are a dimension of the batch of both operands, or of one, and then the
+    other is the same for all of them.
+    """
+    table = product_map(node)
+    if table is None or len(table.operands) > 2:
+        return None
+    operands = [(known.value(x), labels) for x, labels in table.operands]
+    labels = [_cut_label(known, x, own) for x, own in operands]
+    if None in labels or len({*labels} - {""}) != 1:
+        return None
+    label = max(label for label in labels if label is not None)
+    is_einsum = spelled(node) == "einsum"
+    if label not in table.result or (label in ("m", "n") and not is_einsum):
+        return None  # rows and columns are what DTensor splits
+    dims = [_token_dim(x, own, label) for x, own in operands]
+    before = [
+        math.prod(map(expected, x.shape[:d]))
+        for (x, _), d in zip(operands, dims, strict=True)
+        if d is not None
+    ]
+    if len(before) == len(operands) and max(before) == 1:
+        return None  # and the first dimension of a batch, where its parts are even
+    equation = node.args[0] if is_einsum else None
+    (lhs, _), (rhs, _) = table.operands
+    args = (equation, lhs, rhs, (*dims, table.result.index(label)))
+    return Propagate(NewCall(cp_token_products, args))
+
+
+def _cut_label(known: GraphValues, x: Any, labels: Labels) -> str | None:
+    """Return the label that the axis splits, "" for none; None if x lies otherwise."""
+    if not isinstance(x, DTensor) or x.ndim < _BATCHED:
+        return None
+    axis = known.ctx.axis
+    own, others = x.placements[axis], [*x.placements[:axis], *x.placements[axis + 1 :]]
+    if not all(p.is_replicate() for p in others):
+        return None
+    if own.is_replicate():
+        return ""
+    return labels[own.dim] if type(own) is Shard else None
+
+
+def _token_dim(x: DTensor, labels: Labels, label: str) -> int | None:
+    """Return the dimension with the tokens; None if x is the same for all of them."""
+    dim = labels.index(label) if label in labels else None
+    return None if dim is None or expected(x.shape[dim]) == 1 else dim

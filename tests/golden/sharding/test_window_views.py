@@ -1,0 +1,156 @@
+"""Tokens in windows, and windows of tokens that are joined, in uneven parts."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.golden.capture import sharded
+from tests.golden.golden_text import assert_golden
+from tests.golden.operands import attend
+
+in_three = pytest.mark.parametrize("mesh_of", [3], indirect=True)
+
+
+def windowed(call):
+    """Attention, and windows of 4 tokens, 10 of them on 3 ranks."""
+    return lambda x: call(attend(x, 2)).sin()
+
+
+def cut_and_joined(x):
+    return x.view(2, 10, 4, 8).softmax(2).view(2, 40, 8)
+
+
+@in_three
+def test_windows_and_back(mesh_of):
+    """Ranks have 14, 14 and 12 tokens, and 4, 4 and 2 windows."""
+    captured = sharded(windowed(cut_and_joined), mesh_of, 2, 40, 8)
+    assert_golden(
+        captured.lines("move_tokens", "reshape", "softmax"),
+        """\
+cp_move_tokens = cp_move_tokens([flatten], 1, 'pad', 0, 8, 'constant',
+    fill=0)  # [2, 48, 8] S(1)
+reshape = reshape(cp_move_tokens, [2, 12, 4, 8])  # [2, 12, 4, 8] S(1)
+cp_move_tokens_1 = cp_move_tokens([reshape], 1, 'slice', None, 10,
+    1)  # [2, 10, 4, 8] S(1)
+softmax = .softmax(cp_move_tokens_1, 2)  # [2, 10, 4, 8] S(1)
+cp_move_tokens_2 = cp_move_tokens([softmax], 1, 'pad', 0, 2, 'constant',
+    fill=0)  # [2, 12, 4, 8] S(1)
+reshape_1 = reshape(cp_move_tokens_2, [2, 48, 8])  # [2, 48, 8] S(1)
+cp_move_tokens_3 = cp_move_tokens([reshape_1], 1, 'slice', None, 40,
+    1)  # [2, 40, 8] S(1)
+sin = .sin(cp_move_tokens_3)  # [2, 40, 8] S(1)""",
+    )
+
+
+VIEWS = {
+    "a grid": lambda x: x.reshape(2, 10, 2, 2, 8).amax(2),
+    "unflatten": lambda x: x.unflatten(1, (10, 4)).amax(2),
+    "unfold": lambda x: x.unfold(1, 4, 4).amax(-1),
+    "tokens of a slice": lambda x: x[:, :20].reshape(2, 5, 4, 8).amax(2),
+}
+
+
+@in_three
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_word_for_it(mesh_of, name):
+    captured = sharded(windowed(VIEWS[name]), mesh_of, 2, 40, 8)
+    assert "cp_replicated" not in captured.text
+    assert "'pad'" in captured.text
+
+
+STAYS = {
+    "every rank has whole ones": lambda x: x[:, :36].view(2, 9, 4, 8).amax(2),
+    "channels": lambda x: x.view(2, 40, 4, 2).amax(2),
+    "a rank would have none": lambda x: x.view(2, 2, 20, 8).amax(2),
+}
+
+
+@in_three
+@pytest.mark.parametrize("name", STAYS)
+def test_a_twin_stays(mesh_of, name):
+    captured = sharded(windowed(STAYS[name]), mesh_of, 2, 40, 8)
+    assert "'pad'" not in captured.text
+
+
+class Products(nn.Module):
+    """A product for every token, of two rows of a batch."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        self.weight = nn.Parameter(torch.randn(2, 1, 4, 3))
+
+    def forward(self, x):
+        y = attend(x, 2).unflatten(-1, (2, 4))
+        return self.form(y, self.weight).sin()
+
+
+PRODUCTS = {
+    "of both": lambda y, w: torch.matmul(y, y.mT),
+    "the same for all": lambda y, w: torch.matmul(y, w),
+    "einsum": lambda y, w: torch.einsum("bshd,bshe->bsde", y, y),
+}
+
+
+@pytest.mark.parametrize("mesh_of", [2], indirect=True)
+def test_products_for_every_token(mesh_of):
+    found = []
+    for form in PRODUCTS.values():
+        captured = sharded(Products(form), mesh_of, 2, 37, 8)
+        found += [captured.lines("products(", "= cp_replicated")]
+    assert_golden(
+        "\n".join(found),
+        """\
+matmul = cp_token_products(None, y, mT, (1, 1, 1))  # [2, 37, 2, 2] S(1)
+matmul = cp_token_products(None, y, cp_replicate, (1, None, 1))  # [2, 37, 2, 3] S(1)
+einsum = cp_token_products('bshd,bshe->bsde', y, y, (1, 1, 1))  # [2, 37, 4, 4] S(1)""",
+    )
+
+
+ROWS = {
+    "rows": lambda y, w: torch.matmul(y.transpose(1, 2), w),
+    "one entry": lambda y, w: torch.matmul(y[:1], y[:1].mT),
+}
+
+
+@pytest.mark.parametrize("mesh_of", [2], indirect=True)
+@pytest.mark.parametrize("name", ROWS)
+def test_products_of_dtensor_stay(mesh_of, name):
+    captured = sharded(Products(ROWS[name]), mesh_of, 2, 40, 8)
+    assert "products(" not in captured.text and "cp_replicated" not in captured.text
+
+
+def written(x, index, part):
+    y = torch.zeros_like(x)
+    y[index] = part
+    return y
+
+
+WRITES = {
+    "tokens and channels": lambda x: written(
+        x, (slice(None), slice(1, None), slice(4)), x[:, :-1, :4]
+    ),
+    "a number": lambda x: (
+        written(x, (slice(None), slice(3, 30), slice(4, None)), 1.0) + x
+    ),
+}
+
+
+def test_writes_to_tokens_and_channels(mesh):
+    found = []
+    for call in WRITES.values():
+        captured = sharded(windowed(call), mesh, 2, 40, 8)
+        found += [captured.lines("local_write", "assign", "= cp_replicated(")]
+    assert_golden(
+        "\n".join(found),
+        """\
+cp_move_tokens_1 = cp_move_tokens([getitem_2, getitem], 1, 'assign', 1, None,
+    None)  # [2, 40, 4] S(1)
+cp_local_write = cp_local_write(y, cp_move_tokens_1, (S(1),),
+    getitem)  # [2, 40, 8] S(1)
+sin = .sin(cp_local_write)  # [2, 40, 8] S(1)
+cp_move_tokens = cp_move_tokens([getitem_1], 1, 'assign', 3, 30, None,
+    fill=1)  # [2, 40, 4] S(1)
+cp_local_write = cp_local_write(y, cp_move_tokens, (S(1),), getitem)  # [2, 40, 8] S(1)
+add = add(cp_local_write, flatten)  # [2, 40, 8] S(1)""",
+    )
