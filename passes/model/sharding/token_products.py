@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch.fx as fx
@@ -39,13 +38,14 @@ def token_products(known: GraphValues, node: fx.Node) -> Propagate | None:
     if label not in table.result or (label in ("m", "n") and not is_einsum):
         return None  # rows and columns are what DTensor splits
     dims = [_token_dim(x, own, label) for x, own in operands]
-    before = [
-        math.prod(map(expected, x.shape[:d]))
-        for (x, _), d in zip(operands, dims, strict=True)
-        if d is not None
-    ]
-    if len(before) == len(operands) and max(before) == 1:
-        return None  # and the first dimension of a batch, where its parts are even
+    if None not in dims or is_einsum:
+        owners = [_owners(operands, x) for x in table.result]
+        own = owners[table.result.index(label)]
+        beside = [x for x, o in zip(table.result, owners, strict=True) if o == own]
+        if not is_einsum:
+            beside = beside[: beside.index(label) + 1]
+        if beside == [label]:
+            return None  # no other dimension is flattened together with the tokens
     equation = node.args[0] if is_einsum else None
     (lhs, _), (rhs, _) = table.operands
     args = (equation, lhs, rhs, (*dims, table.result.index(label)))
@@ -63,6 +63,11 @@ def _cut_label(known: GraphValues, x: Any, labels: Labels) -> str | None:
     if own.is_replicate():
         return ""
     return labels[own.dim] if type(own) is Shard else None
+
+
+def _owners(operands: list[tuple[DTensor, Labels]], label: str) -> tuple[bool, ...]:
+    """Return which operands have several entries of a label."""
+    return tuple(_token_dim(x, labels, label) is not None for x, labels in operands)
 
 
 def _token_dim(x: DTensor, labels: Labels, label: str) -> int | None:

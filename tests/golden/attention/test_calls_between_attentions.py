@@ -11,19 +11,19 @@ def conv(x):
     return F.conv1d(x.transpose(1, 2), torch.ones(8, 1, 3), padding=1, groups=8).mT
 
 
-# What DTensor gathers by itself is cut again for the next layer, laid out, for free.
+# What is exchanged for channels is brought back to the order of tokens, and laid out.
 MIXING = {
     "conv": (conv, 2),  # each rank borrows the tokens beside its own
     "roll": (lambda x: x.roll(1, 1), 0),  # zigzag to zigzag, of few tokens
-    "cumsum": (lambda x: x.cumsum(1), 1),
+    "cumsum": (lambda x: x.cumsum(1), 2),
     "flip": (lambda x: x.flip(1), 0),
     "halves": (lambda x: torch.cat([x[:, 16:], x[:, :16]], 1), 2),
-    "softmax over tokens": (lambda x: x.softmax(1), 1),
+    "softmax over tokens": (lambda x: x.softmax(1), 2),
     "mean over tokens": (lambda x: x - x.mean(1, keepdim=True), 0),
     "scores": (lambda x: (x @ x.mT) @ x, 2),
     "attention by hand": (lambda x: (x @ x.mT).softmax(-1) @ x, 0),
     "windows": (lambda x: x.unflatten(1, (16, 2)).flip(2).flatten(1, 2), 2),
-    "sort": (lambda x: x.sort(1).values, 1),
+    "sort": (lambda x: x.sort(1).values, 2),
 }
 
 
