@@ -6,6 +6,7 @@ from tests.models.families import (
     diffusion,
     encoders,
     images,
+    learned_sparsity,
     own_attention,
     sequence_mixers,
     torch_modules,
@@ -17,6 +18,7 @@ FAMILIES = {
     "images": images.CASES,
     "diffusion": diffusion.CASES,
     "torch.nn": torch_modules.CASES,
+    "learned sparsity": learned_sparsity.CASES,
     "attention by hand, and flex_attention": own_attention.CASES,
     "sequence mixers: state-space models, gated delta rules, linear attention, "
     "convolutions": sequence_mixers.CASES,

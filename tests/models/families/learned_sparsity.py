@@ -1,0 +1,120 @@
+"""Models whose queries see keys that an indexer chooses, or sums of windows of keys."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.nn as nn
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from tests.models.case import VOCABULARY, Case, without_dropout
+from tests.models.families.decoders import (
+    EXPERTS,
+    MLP,
+    SIZES,
+    TOKENS,
+    loop_over_experts,
+    no_cache,
+)
+
+INDEXER = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 2}
+ROUTED = EXPERTS | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+}
+GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+CHOSEN = MLP | ROUTED | GROUPS | LATENT | INDEXER
+COMPRESSED = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "q_lora_rank": 24,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "sliding_window": 8,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 2,
+    "num_nextn_predict_layers": 0,
+    "layer_types": [
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+        "sliding_attention",
+    ],
+    "compress_rates": {
+        "heavily_compressed_attention": 8,
+        "compressed_sparse_attention": 4,
+    },
+}
+
+# name -> class (without Config and ForCausalLM), configuration
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v32": ("DeepseekV32", CHOSEN | {"q_lora_rank": 24}),
+    "deepseek_v4": (
+        "DeepseekV4",
+        SIZES | TOKENS | ROUTED | COMPRESSED | INDEXER | {"index_topk": 4},
+    ),
+    "glm_moe_dsa": ("GlmMoeDsa", CHOSEN | {"q_lora_rank": 24}),
+}
+
+
+class MistralLarge4(nn.Module):
+    """Its text model with a head; transformers has one for images and text alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = without_dropout(transformers.MistralLarge4TextConfig(**CHOSEN))
+        self.model = transformers.MistralLarge4TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, VOCABULARY, bias=False)
+
+    def set_experts_implementation(self, name: str) -> None:
+        """As PreTrainedModel has it."""
+        self.model.set_experts_implementation(name)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, use_cache: bool = False
+    ) -> CausalLMOutputWithPast:
+        found = self.model(input_ids=input_ids, use_cache=use_cache)
+        logits = self.lm_head(found.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            )
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def model(name: str) -> nn.Module:
+    """The model with its language modelling head, without dropout."""
+    if name == "mistral_large4":
+        return MistralLarge4().train()
+    stem, sizes = CONFIGS[name]
+    config = without_dropout(getattr(transformers, f"{stem}Config")(**sizes))
+    module: nn.Module = getattr(transformers, f"{stem}ForCausalLM")(config)
+    return module.train()
+
+
+def _case(name: str) -> Case:
+    return Case(
+        name=f"{name}/default",
+        library="transformers",
+        model=functools.partial(model, name),
+        inputs=no_cache,
+        shard={"input_ids": 1, "labels": 1},
+        in_double=loop_over_experts,
+    )
+
+
+CASES = [_case(name) for name in (*CONFIGS, "mistral_large4")]
