@@ -46,7 +46,10 @@ def in_windows(
     dim = split_dim(known, source)
     if dim is None:
         return None
-    before = fake_value(source).shape
+    shapes = fake_value(source).shape, after
+    if any(is_symbol(n) for shape in shapes for n in shape):
+        return None
+    before, after = ([int(n) for n in shape] for shape in shapes)  # guards fix some
     size = windows(before, after, dim)
     joins = size is None
     size = windows(after, before, dim) if joins else size
@@ -68,9 +71,7 @@ def windows(before: Sequence[int], after: Sequence[int], dim: int) -> int | None
 
     The windows are dimension `dim` of the result. None for any other view.
     """
-    if any(map(is_symbol, (*before, *after))) or list(before[:dim]) != list(
-        after[:dim]
-    ):
+    if list(before[:dim]) != list(after[:dim]):
         return None
     if len(after) <= dim + 1 or not after[dim] or before[dim] % after[dim]:
         return None
