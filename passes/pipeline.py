@@ -39,6 +39,7 @@ from .model.layouts.lay_out_tokens import lay_out_tokens
 from .model.lengths.pad_tokens import pad_tokens
 from .model.masks.rewrite_masks import rewrite_masks
 from .model.mixers.exchange_mixers import exchange_mixers
+from .model.mixers.find_windows import find_windows
 from .model.mixers.split_pairs_by_rows import split_pairs_by_rows
 from .model.moe.fold_moe_dispatch import fold_moe_dispatch
 from .model.mutation.functionalise_writes import functionalise_writes
@@ -67,6 +68,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
     cut_before_products,  # after it, which knows attention by its products
     align_operands,  # before what reads the calls: they are all of one form then
     find_attention,  # reads what all later passes decide on
+    find_windows,  # after find_attention: such calls are left alone by all that follow
     fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best
     rewrite_masks,  # what is merely causal is planned as such
     fold_moe_dispatch,  # before pad_tokens: no token depends on others then

@@ -48,7 +48,7 @@ _MOST_LENGTHS = 8
 """A loop over parts of a sequence may have as many lengths as it has steps."""
 
 
-@graph_pass(writes=("mixers",))
+@graph_pass(reads=("calls",), writes=("mixers",))
 def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
     """Exchange tokens for another dimension; return how many calls that is good for.
 

@@ -130,24 +130,42 @@ class MixedSequence:
                 if spelled(user) == "setitem" and user.args[0] is value:
                     continue  # what else is assigned to it
                 seen.add(user)
-                written: fx.Node = user.args[0] if part_written(user) else user  # type: ignore[assignment]
-                values = entries.ahead(user) if written is user else None
-                if values is not None:
-                    entries.dims |= values
-                    waiting += [(entries, x) for x in values]
-                    continue
-                kept = self._kept_ahead(user, value, entries.dims[value])
-                if kept is None or dim_size(written, TokenDim(kept)) == 1:
+                found = self.ahead(entries, value, user)
+                if found is None:
                     return False
-                waiting.append((self.class_ahead(written, kept), written))
+                waiting += found
         return True
 
-    def _kept_ahead(self, node: fx.Node, source: fx.Node, dim: TokenDim) -> int | None:
-        """Return where a call that moves few entries of a value has the others."""
-        if not moves_little(node) or dim.outer > 1:
+    def ahead(
+        self, entries: DimClass, value: fx.Node, user: fx.Node
+    ) -> list[tuple[DimClass, fx.Node]] | None:
+        """Return the values of a call that have entries of an operand, with classes.
+
+        These are the same entries, or those that are left of them, or windows of them.
+        None where entries meet.
+        """
+        written: fx.Node = user.args[0] if part_written(user) else user  # type: ignore[assignment]
+        values = entries.ahead(user) if written is user else None
+        if values is not None:
+            entries.dims |= values
+            return [(entries, x) for x in values]
+        at = entries.dims[value]
+        if at.outer > 1 or not isinstance(fake_value(written), Tensor):
+            return None
+        out = self._kept(user, value, at)
+        if out is None or dim_size(written, TokenDim(out)) == 1:
+            return None
+        return [(self.class_ahead(written, out), written)]
+
+    def _kept(self, node: fx.Node, source: fx.Node, at: TokenDim) -> int | None:
+        """Return where a call has windows of entries, or all but a few."""
+        if spelled(node) in ("view", "reshape", "unflatten"):
+            before, after = (expected_shape(fake_value(x)) for x in (source, node))
+            return None if windows(before, after, at.dim) is None else at.dim
+        if not moves_little(node):
             return None
         flows = part_written(node) or dim_flows(node) or ()
-        out = [x.out for x in flows if x.source is source and x.dim == dim.dim]
+        out = [x.out for x in flows if x.source is source and x.dim == at.dim]
         return out[0] if out else None
 
     def is_of_others(self, node: fx.Node) -> bool:
@@ -239,16 +257,24 @@ class MixedSequence:
         return any(storage(x) in self._written for x in values)
 
 
-def find_sequences(graph: fx.Graph, ctx: Context) -> Iterator[tuple[fx.Node, TokenDim]]:
-    """Yield values whose tokens are known, with the dimension that has them."""
+def find_sequences(
+    graph: fx.Graph, ctx: Context, of_calls: bool = True
+) -> Iterator[tuple[fx.Node, TokenDim]]:
+    """Yield values whose tokens are known, with the dimension that has them.
+
+    These are inputs and, with `of_calls`, what attention and mixers read and make.
+    """
     for node, given in ctx.inputs.items():
         if given.kind is InputKind.FULL and given.dim is not None:
             yield node, TokenDim(given.dim)
         for axis, placement in enumerate(given.placements):
             if axis == ctx.axis and isinstance(placement, Shard):
                 yield node, TokenDim(placement.dim)
+    if not of_calls:
+        return
+    windows = {c.node for c in ctx.findings.calls if c.left_alone}
     for node in all_nodes(graph):
-        for operand, dim in token_operands(node):
+        for operand, dim in () if node in windows else token_operands(node):
             yield operand, TokenDim(dim)
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node) and is_mixer(source):

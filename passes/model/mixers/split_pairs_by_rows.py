@@ -34,7 +34,7 @@ from ..patterns.products import Product, read_product
 from .mixed_sequence import FARTHEST, MixedSequence, computes, dim_size, find_sequences
 
 
-@graph_pass()
+@graph_pass(reads=("calls",))
 def split_pairs_by_rows(graph: fx.Graph, ctx: Context) -> int:
     """Mark the keys of products of pairs; return how many are marked."""
     products = dict(_products(graph))

@@ -1,0 +1,55 @@
+"""Attention whose batch has the tokens of an input needs nothing of other ranks."""
+
+import pytest
+import torch
+
+from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden
+from tests.support.grids import MODULES, WIDTH
+
+in_two = pytest.mark.parametrize("mesh_of", [2], indirect=True)
+
+
+def found(name, mesh, batch=1):
+    make, tokens = MODULES[name]
+    x = torch.zeros(batch, tokens, WIDTH)
+    return capture(make(), x, mesh=mesh, shard={"x": 1})
+
+
+@in_two
+def test_windows_are_left_alone(mesh_of):
+    """Global attention is planned, and attention within windows has no message."""
+    captured = found("windows", mesh_of)
+    assert captured["find_windows"].rewrites == 1
+    assert len(captured.ctx.findings.plans) == 1
+    assert_golden(
+        captured.lines("scaled_dot_product", "ring_attention", "cp_replicated"),
+        """\
+y_6 = scaled_dot_product_attention(q, k, v, attn_mask=None)  # [4, 4, 16, 8] S(0)
+ring_attention_default = cp.ring_attention(q_1, k_1, v_1, sizes=[64, 64],
+    spec='scale=0.353553', group=GROUP)
+getitem_6 = ring_attention_default[0]  # [1, 4, 64, 8] S(2)""",
+    )
+
+
+COUNTS = {"shifted": (1, 1), "biased": (1, 1), "uneven": (1, 1), "axes": (1, 1)}
+
+
+@in_two
+@pytest.mark.parametrize("name", COUNTS)
+def test_which_calls_are_windows(mesh_of, name):
+    captured = found(name, mesh_of)
+    left, planned = COUNTS[name]
+    assert captured["find_windows"].rewrites == left
+    assert len(captured.ctx.findings.plans) == planned
+
+
+@in_two
+def test_a_twin_has_its_tokens_in_the_sequence(mesh_of):
+    """Rows of a batch are no windows."""
+    make, _ = MODULES["windows"]
+    captured = capture(
+        make().whole, torch.zeros(8, 16, WIDTH), mesh=mesh_of, shard={"x": 1}
+    )
+    assert captured["find_windows"].rewrites == 0
+    assert len(captured.ctx.findings.plans) == 1

@@ -1,0 +1,74 @@
+"""Attention within windows, rows and columns of an image, and over all of it."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH = 32
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, bias=None):
+        q, k, v = (
+            y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Windows(nn.Module):
+    """Windows of 4 x 4 tokens of a grid, shifted or not, and global attention.
+
+    x: [B, rows * columns, C]. bias: whether windows add one by position.
+    """
+
+    def __init__(self, rows=8, columns=8, shift=0, bias=False):
+        super().__init__()
+        self.grid, self.shift = (rows, columns), shift
+        self.local, self.whole = Attention(), Attention()
+        self.bias = nn.Parameter(torch.randn(4, 16, 16)) if bias else None
+
+    def forward(self, x):
+        batch, (rows, columns) = x.shape[0], self.grid
+        y = x.view(batch, rows, columns, WIDTH)
+        if self.shift:
+            y = y.roll((-self.shift, -self.shift), (1, 2))
+        y = y.view(batch, rows // 4, 4, columns // 4, 4, WIDTH)
+        y = y.permute(0, 1, 3, 2, 4, 5).reshape(-1, 16, WIDTH)
+        y = self.local(y, self.bias)
+        y = y.view(batch, rows // 4, columns // 4, 4, 4, WIDTH)
+        y = y.permute(0, 1, 3, 2, 4, 5).reshape(batch, rows, columns, WIDTH)
+        if self.shift:
+            y = y.roll((self.shift, self.shift), (1, 2))
+        x = x + y.view(x.shape)
+        return x + self.whole(x)
+
+
+class Axes(nn.Module):
+    """Along rows, then along columns: one of them is in whole on every rank."""
+
+    def __init__(self, rows=8, columns=6):
+        super().__init__()
+        self.grid = (rows, columns)
+        self.of_rows, self.of_columns = Attention(), Attention()
+
+    def forward(self, x):
+        batch, (rows, columns) = x.shape[0], self.grid
+        y = x.view(batch, rows, columns, WIDTH)
+        y = y + self.of_rows(y.reshape(-1, columns, WIDTH)).view(y.shape)
+        z = self.of_columns(y.transpose(1, 2).reshape(-1, rows, WIDTH))
+        y = y + z.view(batch, columns, rows, WIDTH).transpose(1, 2)
+        return y.reshape(x.shape)
+
+
+MODULES = {
+    "windows": (Windows, 64),
+    "shifted": (lambda: Windows(shift=2), 64),
+    "biased": (lambda: Windows(bias=True), 64),
+    "uneven": (lambda: Windows(rows=12), 96),
+    "axes": (Axes, 48),
+}
