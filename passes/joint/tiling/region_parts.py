@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Collection
 
 import torch.fx as fx
+from torch import Tensor
 
 from ...flow.linear_calls import is_linear
 from ...graph.nodes import value_of
@@ -102,7 +103,7 @@ def _at_once(growing: Growing, facts: JointFacts, order: Order) -> RegionPart | 
             nodes.add(node)
         if wide:
             continue
-        if len(entering) != 1 or value_of(entering[0]).numel() != 1:
+        if len(entering) != 1 or not _is_number(entering[0]):
             # They may follow from one number, which weights of classes multiply.
             last = max(entering, key=order.__getitem__, default=None)
             if last is None or last.op != "call_function" or growing.is_large(last):
@@ -127,6 +128,12 @@ def _at_once(growing: Growing, facts: JointFacts, order: Order) -> RegionPart | 
     return dataclasses.replace(
         part, gradient=entering[0], scaled=frozenset(depends & nodes)
     )
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Tell whether a value is a tensor of one number."""
+    value = value_of(node)
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _ancestors(nodes: Collection[fx.Node], among: set[fx.Node]) -> set[fx.Node]:

@@ -158,12 +158,18 @@ def both(m: Model, x: Tensor, labels: Tensor) -> Tensor:
     return plain(m, x.cumsum(1), labels)
 
 
+def pooled(m: Model, x: Tensor, labels: Tensor) -> Tensor:
+    """As classifiers end: what follows gives several gradients at once."""
+    x = x + m.down(F.gelu(m.up(x)))
+    return m.norm(x.mean(1)).square().sum()
+
+
 AT_ONCE: tuple[Loss, ...] = (
     plain, upcast, summed, smoothed, weighted, z_loss, capped, binary, distilled,
     log_probabilities,
 )  # fmt: skip
 AGAIN: tuple[Loss, ...] = (
-    two_losses, mlp, gated_mlp, fused_mlp, checkpointed_mlp,
+    two_losses, mlp, pooled, gated_mlp, fused_mlp, checkpointed_mlp,
 )  # fmt: skip
 
 
