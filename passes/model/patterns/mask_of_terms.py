@@ -75,6 +75,8 @@ def _hiding(
     Something is added, or a low number hides.
     """
     filled = filled_number(dtype)
+    if added is not None and _has_lower(dtype, fake_value(added).dtype):
+        added = insert(torch.Tensor.to, added, dtype)  # which has such low numbers
     for low, node in hidden:
         if added is None and low:
             numbers = insert(torch.Tensor.to, node, dtype)
@@ -99,3 +101,8 @@ def _hiding(
         added = insert(torch.masked_fill, added, node, number)
     assert added is not None, "something is added or hides"
     return added
+
+
+def _has_lower(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Tell whether a dtype has lower numbers than another floating-point dtype."""
+    return other.is_floating_point and torch.finfo(dtype).min < torch.finfo(other).min

@@ -45,8 +45,10 @@ COMPRESSED = {
     "o_lora_rank": 16,
     "o_groups": 2,
     "sliding_window": 8,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 4,
+    # Larger than by default: streams that are nearly equal leave gradients that cancel.
+    "initializer_range": 0.1,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 8,
     "num_nextn_predict_layers": 0,
     "layer_types": [
         "heavily_compressed_attention",

@@ -89,6 +89,13 @@ def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(weights.view(B * H, S, S), v.flatten(0, 1)).view(B, H, S, D)
 
 
+def narrow_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As MPT: a bias in float32, whose lowest number is not that of float64."""
+    bias = torch.arange(1 - k.shape[-2], 1, dtype=torch.float32) * 0.25
+    scores = q @ k.mT * 0.5 + bias
+    return scores.masked_fill(~causal(q), lowest(scores)).softmax(-1) @ v
+
+
 def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Tokens come before heads, as in packages that use einops."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -189,6 +196,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
         *(einsum, one_key_head, grouped, channels_first, softcapped),
         *(softcapped_everywhere, relative, *sink_forms.FORMS, *low_forms.FORMS),
         *(disentangled, of_all_pairs, upcast_by_hand, low_then_added, of_the_shape),
+        narrow_bias,
     )
 }
 
