@@ -35,8 +35,10 @@ _BACKWARD = torch.ops.cp.mixer_backward.default
 def record_mixers(graph: fx.Graph, ctx: object) -> int:
     """Record the mixers whose backward is in the graph; return how many."""
     backwards = graph.find_nodes(op="call_function", target=_BACKWARD)
+    if not backwards:  # as in an evaluation
+        return 0
     forwards: dict[Any, fx.Node] = {}
-    numbers = _value_numbers(graph) if backwards else {}
+    numbers = _value_numbers(graph)
     for node in graph.find_nodes(op="call_function", target=_MIXER):
         tensors, call = node.args
         forwards.setdefault((_numbered(tensors, numbers), call), node)
