@@ -142,3 +142,25 @@ MODULES = {
     "blocks": ScoresOfBlocks,
     "compressed": Compressed,
 }
+
+
+class ScoredByProducts(nn.Module):
+    """Products for every token, all with gradients, and the best scores of keys."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.attend = Indexed("one head")
+        self.weight = nn.Parameter(torch.randn(2, 1, 8, 8))
+        self.keys = nn.Linear(width, 8)
+
+    def forward(self, x):
+        y = self.attend(x).unflatten(-1, (4, 8))
+        y = torch.matmul(y, self.weight[: len(x)])
+        y = torch.einsum("bshd,bshe->bsde", y, y.tanh())
+        y = torch.matmul(y, y.mT).mean(2)
+        keys = self.keys(x)
+        scores = torch.matmul(y.unsqueeze(2), keys.mT.unsqueeze(1)).squeeze(2)
+        return scores.topk(CHOSEN, -1).values
+
+
+MODULES["products"] = ScoredByProducts

@@ -59,9 +59,9 @@ from ..mutation.masked_rows import placed_rows, write_rows
 from ..mutation.write_rules import in_place, write_part
 from ..normalize.pad_convolutions import CONVOLUTIONS, convolution
 from .flattened_tokens import flattened_tokens
+from .product_rules import token_products
 from .sharded_losses import class_loss, elementwise_loss
 from .tensor_parallel import on_other_axes
-from .token_products import token_products
 from .unknown_sizes import unknown_size
 
 ShardingRule = Callable[[GraphValues, fx.Node], Decision | None]

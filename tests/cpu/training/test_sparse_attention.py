@@ -57,6 +57,7 @@ CASES = [
 @pytest.mark.slow(
     but=[
         "heads-2-2-37-plain",
+        "products-2-2-37-plain",
         "einsum-3-2-41-dtensor",
         "blocks-3-1-41-plain",
         "compressed-2-2-37-plain",
