@@ -66,6 +66,15 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [x for tensors in lists for x in tensors if isinstance(x, fx.Node)]
 
 
+def has_effects(node: fx.Node) -> bool:
+    """Tell whether a call does more than to give a result, which nobody may read.
+
+    fx alone takes a method that writes, such as x[:2].copy_(y), for one without.
+    """
+    is_call = node.op in ("call_function", "call_method")
+    return node.is_impure() or (is_call and is_in_place(node))
+
+
 def result_is_argument(node: fx.Node) -> bool:
     """Tell whether all that an in-place call returns is what it writes to."""
     overload = canonical_call(node).overload

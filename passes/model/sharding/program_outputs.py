@@ -15,6 +15,7 @@ from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 
 from ...graph.context import Context
+from ...graph.effects import has_effects
 
 GATHERED_BYTES = 256 * 2**20  # what is gathered at most, if nothing is said
 
@@ -49,7 +50,7 @@ def keep_named(
         )
     indices = [i for i, name in enumerate(called) if name in names]
     output.args = (tuple(results[i] for i in indices),)
-    gm.graph.eliminate_dead_code()
+    gm.graph.eliminate_dead_code(is_impure_node=has_effects)
     gm.recompile()
     count = len(results)
 

@@ -220,3 +220,58 @@ def run_unrecorded(world):
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_writes_that_autograd_does_not_see(pools, world):
     pools[world].run(run_unrecorded, world)
+
+
+class JoinsByWrites(nn.Module):
+    """Keys are joined by methods that write, whose results nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.split(x)[:, None].chunk(3, -1)
+        keys = k.new_empty(k.shape)
+        keys[..., :3].copy_(k[..., :3])
+        keys[..., 3:].copy_(k[..., 3:].sin())
+        scaled = v * 1.0
+        scaled[..., 1:].mul_(0.5)
+        hidden = F.scaled_dot_product_attention(q, keys, scaled, is_causal=True)
+        result = hidden.square()
+        result.add_(1.0)
+        return {"result": result, "hidden": hidden}
+
+
+class OnlyTheResult(JoinsByWrites):
+    def forward(self, x):
+        return {"result": super().forward(x)["result"]}
+
+
+def run_for_one_result():
+    mesh = sequence_mesh(2)
+    found = {}
+    for name, make, options in (
+        ("asked", JoinsByWrites, {"outputs": ["result"]}),
+        ("whole", OnlyTheResult, {}),
+    ):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = make().double(), torch.randn(2, 8, WIDTH, dtype=torch.float64)
+        options = {"mesh": mesh, "inner": "aot_eager", **options}
+        result = torch.compile(model, backend="cp", options=options)(x)["result"]
+        result.square().sum().backward()
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        found[name] = {"result": result.detach(), **gradients}
+    torch.manual_seed(0)
+    alone, x = OnlyTheResult().double(), torch.randn(2, 8, WIDTH, dtype=torch.float64)
+    wanted = alone(x)["result"]
+    wanted.square().sum().backward()
+    gradients = {n: p.grad for n, p in alone.named_parameters()}
+    return found, {"result": wanted.detach(), **gradients}
+
+
+def test_writes_stay_where_other_results_are_not_made(pools):
+    for found, wanted in pools[2].run(run_for_one_result):
+        for values in found.values():
+            for name, x in wanted.items():
+                torch.testing.assert_close(values[name], x, rtol=1e-10, atol=1e-10)
