@@ -43,6 +43,7 @@ from .model.mixers.find_windows import find_windows
 from .model.mixers.split_pairs_by_rows import split_pairs_by_rows
 from .model.moe.fold_moe_dispatch import fold_moe_dispatch
 from .model.mutation.functionalise_writes import functionalise_writes
+from .model.mutation.join_parts import join_parts
 from .model.mutation.number_rows import number_rows
 from .model.normalize.align_operands import align_operands
 from .model.normalize.cut_before_products import cut_before_products
@@ -63,6 +64,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
     inline_attention_modules,  # first: its calls are to be found
     number_rows,  # before functionalise_writes: it writes through views
     functionalise_writes,  # so that what reads a value is seen in the graph
+    join_parts,  # after it: writes through views are of one form then
     decompose_flex_attention,
     fold_attention_patterns,  # before what reads the calls
     cut_before_products,  # after it, which knows attention by its products

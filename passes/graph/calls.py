@@ -42,6 +42,12 @@ _CASTS = {
     "double": torch.float64, "short": torch.int16, "int": torch.int32,
     "long": torch.int64, "bool": torch.bool,
 }  # fmt: skip
+NEW_TENSORS = (
+    "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like",
+    "full_like", "empty_like", "zeros", "ones", "full", "empty",
+)  # fmt: skip
+"""Calls that make a tensor and read no value of their operands."""
+
 _ITEMS = {"getitem": ("input", "index"), "setitem": ("input", "index", "value")}
 # Keywords that torch takes too, most of them as numpy has them.
 _KEYWORDS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "axis0": "dim0",

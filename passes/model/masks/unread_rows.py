@@ -21,16 +21,11 @@ from torch import Tensor
 
 from ...flow.flow import Flows
 from ...flow.token_sources import token_sources
-from ...graph.calls import spelled
+from ...graph.calls import NEW_TENSORS, spelled
 from ...graph.context import AttentionCall
 from ...graph.nodes import expected_shape, fake_value, insert_call, sub_graph
 from ...graph.sequence_tokens import SequenceDim, TokenDim
 from .analysis.mask_program import resolve
-
-_CREATIONS = (
-    "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like",
-    "full_like", "empty_like", "zeros", "ones", "full", "empty",
-)  # fmt: skip
 
 
 class UnreadRows:
@@ -53,7 +48,7 @@ class UnreadRows:
             if (node, dim) in self._seen:
                 continue
             self._seen.add((node, dim))
-            if spelled(node) in _CREATIONS:
+            if spelled(node) in NEW_TENSORS:
                 rows[node] = dim
                 continue
             for source, at in self._sources(node, dim):

@@ -24,17 +24,14 @@ from ...flow.dim_rules import dim_map, kept_dims
 from ...flow.flow import Flows
 from ...flow.shaped_calls import shaped_call
 from ...flow.token_sources import token_sources
-from ...graph.calls import spelled
+from ...graph.calls import NEW_TENSORS, spelled
 from ...graph.mixer_calls import independent_dims, is_mixer
 from ...graph.nodes import expected_shape, fake_value, sub_graph
 from ...graph.sequence_tokens import SequenceDim, TokenAxis, TokenDim, whole_keys
 from ..normalize.pad_convolutions import convolved
 from ..sharding.dim_flows import part_written
 
-CREATIONS = (
-    "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like",
-    "full_like", "empty_like", "zeros", "ones", "full", "empty", "arange", "size",
-)  # fmt: skip
+CREATIONS = (*NEW_TENSORS, "arange", "size")
 """Calls that read no value of their operands, but their shape, dtype or device."""
 
 

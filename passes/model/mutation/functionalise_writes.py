@@ -247,15 +247,25 @@ class _Writes:
     def _value(
         self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with (
-            fake_mode_of(self.graph),
-            enable_python_dispatcher(),
-            torch.enable_grad(),
-            plain_means_replicated(),
-        ):
-            # Autograd refuses views that were made and written under no_grad.
-            args, kwargs = pytree.tree_map_only(Tensor, _leaf, (args, kwargs or {}))
-            return call(*args, **kwargs)
+        return value_of_call(self.graph, call, args, kwargs)
+
+
+def value_of_call(
+    graph: fx.Graph,
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Make a call on fake values of a graph, whose own history does not matter."""
+    with (
+        fake_mode_of(graph),
+        enable_python_dispatcher(),
+        torch.enable_grad(),
+        plain_means_replicated(),
+    ):
+        # Autograd refuses views that were made and written under no_grad.
+        args, kwargs = pytree.tree_map_only(Tensor, _leaf, (args, kwargs or {}))
+        return call(*args, **kwargs)
 
 
 def _leaf(x: Tensor) -> Tensor:
