@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.cost.mixer_plan import MixerStrategy
-from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
+from cpcompile.cost.plans import NAMED_STRATEGIES, Strategy
 from cpcompile.errors import OptionError
 from cpcompile.geometry.layout import Layout
 from cpcompile.settings import (
@@ -132,7 +132,7 @@ def _is_share_or_bytes(value: Any) -> bool:
     return is_positive(value) or (type(value) is float and 0.0 <= value <= 1.0)
 
 
-_OF_ATTENTION = tuple(s.value for s in SEQUENCE_STRATEGIES)
+_OF_ATTENTION = tuple(s.value for s in NAMED_STRATEGIES)
 _OF_MIXERS = tuple(s.value for s in MixerStrategy)
 
 

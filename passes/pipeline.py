@@ -35,6 +35,7 @@ from .local.send_in_buckets import send_in_buckets
 from .model.attention.choose_strategy import choose_strategy
 from .model.attention.find_attention import find_attention
 from .model.attention.insert_attention import insert_attention
+from .model.latents.find_latents import find_latents
 from .model.layouts.lay_out_tokens import lay_out_tokens
 from .model.lengths.pad_tokens import pad_tokens
 from .model.masks.rewrite_masks import rewrite_masks
@@ -75,6 +76,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
     rewrite_masks,  # what is merely causal is planned as such
     fold_moe_dispatch,  # before pad_tokens: no token depends on others then
     pad_tokens,  # after rewrite_masks: which keys a query sees is known then
+    find_latents,  # before choose_strategy, which prices what is found
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence
     pad_convolutions,  # before shard_graph, which shards this form

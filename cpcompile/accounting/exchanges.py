@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.fx as fx
 
-from cpcompile.accounting.graph_account import Exchange, GraphDirection, Purpose
+from cpcompile.accounting.graph_account import Exchange, GraphDirection, Line, Purpose
 from cpcompile.accounting.lines import calls_of, line_of
 from cpcompile.accounting.messages import Sent, group_of, sent_by
 from cpcompile.ops.comm.communication import group_by_name
@@ -33,11 +33,14 @@ class Inputs:
 
     names: of each input, in order, for a reader. parameters: which are parameters.
     group: the name of the group whose ranks share the sequence.
+    key_lines: the lines whose values every rank gathers, or computes, for its keys
+        because a plan says so.
     """
 
     names: tuple[str, ...]
     parameters: frozenset[int]
     group: str
+    key_lines: frozenset[Line] = frozenset()
 
 
 def exchanges_of(
@@ -104,7 +107,8 @@ def _purpose(
         return Purpose.PARAMETER, inputs.names[source]
     ends = _ends(node)
     if ends is None:
-        return Purpose.VALUE, ""
+        for_keys = line_of(node) in inputs.key_lines
+        return (Purpose.ATTENTION if for_keys else Purpose.VALUE), ""
     if direction is GraphDirection.FORWARD:
         return Purpose.RESULT, ""
     indices = {_index(getattr(results[end], "grad_of", None)) for end in ends}

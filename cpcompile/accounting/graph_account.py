@@ -95,6 +95,7 @@ class LineWork:
     flops: operations of this rank. whole_flops: operations of one device that computes
         everything.
     bytes: bytes of what the calls read and make, on this rank.
+    planned: whether a plan has every rank do it, because that takes less time.
     """
 
     line: Line
@@ -103,6 +104,7 @@ class LineWork:
     flops: float
     whole_flops: float
     bytes: int
+    planned: bool = False
 
     def repeated_flops(self, ranks: int) -> float:
         """Return the operations that the ranks together do beyond one device's."""

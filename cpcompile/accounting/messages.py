@@ -22,7 +22,7 @@ from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Chunks, Layout
 from cpcompile.geometry.mask_cache import is_cached
 from cpcompile.geometry.tensor_sizes import bytes_of, elements_of, size_in_call
-from cpcompile.ops.attention_spec import AttentionInputs
+from cpcompile.ops.attention_spec import AttentionInputs, AttentionSpec
 from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.halo_exchange import tokens_received
@@ -156,15 +156,20 @@ def _packed(arguments: Arguments, ranks: int) -> int:
 
 
 def _gathered_keys(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+    if AttentionSpec.of_text(arguments["spec"]).whole_keys:
+        return []
     size = _packed(arguments, ranks) * arguments["k"].dtype.itemsize
     return [Sent(Kind.ALL_GATHER, 1, (ranks - 1) * size)]
 
 
 def _gathered_keys_backward(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+    gathered = _gathered_keys(arguments, ranks, rank)
+    if not gathered:
+        return []
     itemsize = accumulation_dtype(arguments["k"].dtype).itemsize
     size = _packed(arguments, ranks) * itemsize
     return [
-        *_gathered_keys(arguments, ranks, rank),
+        *gathered,
         Sent(Kind.REDUCE_SCATTER, 1, (ranks - 1) * size),
     ]
 

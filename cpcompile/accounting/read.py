@@ -53,7 +53,7 @@ class Accounting:
             if len(of_kind) < sum(map(len, of_kind))
         ]
         ranks = group_by_name(self.inputs.group).size()
-        work = work_of(module, ranks, self.shares)
+        work = work_of(module, ranks, self.shares, self.inputs.key_lines)
         account = GraphAccount(direction, exchanges, work, tuple(joined))
         self.accounts.append(account)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch.fx as fx
@@ -23,10 +23,16 @@ Shares = dict[int, float]
 """Shares of calls, by the number that autograd gives a call and its gradient alike."""
 
 
-def work_of(module: fx.GraphModule, ranks: int, shares: Shares) -> Work:
+def work_of(
+    module: fx.GraphModule,
+    ranks: int,
+    shares: Shares,
+    planned: Collection[Line] = (),
+) -> Work:
     """Return the work of a graph.
 
     shares: those of the forward's calls; shares of this graph's calls are added.
+    planned: lines whose work every rank does because a plan says so.
     """
     own = whole = 0.0
     lines: dict[Line, LineWork] = {}
@@ -42,6 +48,7 @@ def work_of(module: fx.GraphModule, ranks: int, shares: Shares) -> Work:
             calls=1,
             flops=flops,
             whole_flops=flops * share,
+            planned=line_of(node) in planned,
             bytes=bytes_of([x.meta["val"] for x in (node, *node.all_input_nodes)]),
         )
         before = lines.get(new.line)

@@ -176,6 +176,8 @@ def _forms(
         for strategy, row in STRATEGIES.items():
             if row.few_queries and not workload.has_few_queries:
                 continue
+            if row.of_latents and workload.latents is None:
+                continue
             indifferent = len(row.layouts) == 1 or workload.ranks == 1
             if indifferent and layout is not layouts[0]:
                 continue  # which tokens lie where does not matter to it
@@ -235,6 +237,11 @@ def _why_nothing(
     strategy: Strategy | None, wanted: Sequence[Candidate], workload: Workload
 ) -> str:
     what = "every strategy" if strategy is None else f"strategy {strategy.value}"
+    if not wanted and strategy is Strategy.LATENTS:
+        return (
+            f"{what} is impossible here: k and v are not made, token by token, of "
+            "values with less than half of their bytes; use another strategy"
+        )
     if not wanted:
         return f"{what} is impossible here: {workload.ranks} ranks have no two factors"
     needs = [c for c in wanted if c.peak_extra_bytes is not None]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
-from cpcompile.cost import all_gather, ring, split_kv, ulysses
+from cpcompile.cost import all_gather, latents, ring, split_kv, ulysses
 from cpcompile.cost.compute import ring_step_seconds
 from cpcompile.cost.symbols import SEVERAL, W_u, bias, larger, r, u
 from cpcompile.geometry.layout import Layout
@@ -76,6 +76,23 @@ def all_gather_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
         transfer=transfer,
         wire_bytes=all_gather.all_gather_wire_bytes(backward),
         peak_extra_bytes=all_gather.all_gather_peak_extra_bytes(backward),
+        kernels=all_gather.all_gather_kernels(causal, layout),
+    )
+
+
+def latents_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
+    """Return the cost of keys that every rank makes of gathered latents: u = 1."""
+    if backward:
+        seconds = latents.latents_backward_seconds(causal, layout)
+    else:
+        seconds = latents.latents_forward_seconds(causal, layout)
+    transfer = latents.latents_transfer_seconds(backward)
+    return PassCost(
+        seconds=seconds,
+        exposed=transfer,
+        transfer=transfer,
+        wire_bytes=latents.latents_wire_bytes(backward),
+        peak_extra_bytes=latents.latents_peak_extra_bytes(backward),
         kernels=all_gather.all_gather_kernels(causal, layout),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cpcompile.cost.choose import choose
 from cpcompile.cost.hardware.profile import load_profile
-from cpcompile.cost.plans import Direction, Plan, Workload
+from cpcompile.cost.plans import Direction, Latents, Plan, Workload
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
 
@@ -36,6 +36,7 @@ def plan(
     overrides: Mapping[str, float] | None = None,
     kv_seq: int | None = None,
     value_dim: int | None = None,
+    latent_dim: int | None = None,
     relayout: bool = False,
 ) -> Plan:
     """Compare every strategy for one attention call; needs no GPU and no process group.
@@ -56,6 +57,8 @@ def plan(
             the device's memory.
         overrides: numbers of the profile to replace, by their names, such as
             {"merge_bytes_per_element": 44} for sums made by eager operators.
+        latent_dim: numbers per token that k and v of all heads are made of by a linear
+            layer, as in multi-head latent attention; None if of nothing narrower.
         relayout: whether a balanced layout has to be made from a contiguous one for
             this call, and undone.
 
@@ -77,10 +80,24 @@ def plan(
         "kv_seq": seq if kv_seq is None else kv_seq,
         "value_dim": head_dim if value_dim is None else value_dim,
     }
+    if latent_dim is not None:
+        sizes["latent_dim"] = latent_dim
     positive_integers(_CALL, sizes)
     profile = load_profile(hardware)
     if ranks_per_node is not None:
         profile = replace(profile, ranks_per_node=float(ranks_per_node))
+    bytes_per_element = BYTES_PER_ELEMENT[
+        one_of(_CALL, "dtype", dtype.removeprefix("torch."), BYTES_PER_ELEMENT)
+    ]
+    latents = None
+    if latent_dim is not None:
+        made = kv_heads * (head_dim + sizes["value_dim"])  # numbers per token
+        latents = Latents(
+            values=1,
+            bytes=batch * latent_dim * bytes_per_element,
+            flops=2 * batch * latent_dim * made,
+            moved=batch * (latent_dim + made) * bytes_per_element,
+        )
     workload = Workload(
         batch=batch,
         heads=heads,
@@ -89,15 +106,14 @@ def plan(
         kv_len=sizes["kv_seq"],
         head_dim=head_dim,
         value_dim=sizes["value_dim"],
-        bytes_per_element=BYTES_PER_ELEMENT[
-            one_of(_CALL, "dtype", dtype.removeprefix("torch."), BYTES_PER_ELEMENT)
-        ],
+        bytes_per_element=bytes_per_element,
         causal=causal,
         direction=Direction(
             one_of(_CALL, "direction", direction, [d.value for d in Direction])
         ),
         ranks=ranks,
         relayout=relayout,
+        latents=latents,
     )
     named = one_of(_CALL, "layout", layout, ["auto", *(x.value for x in Layout)])
     layouts = AUTO_LAYOUTS if named == "auto" else (Layout(named),)

@@ -14,6 +14,7 @@ from cpcompile.cost.model import (
     PassCost,
     all_gather_cost,
     hybrid_cost,
+    latents_cost,
     ring_cost,
     split_kv_cost,
     ulysses_cost,
@@ -37,6 +38,8 @@ class StrategyRow:
         templates of ours; otherwise it is torch's own attention.
     always_gives_lse: whether the operator returns the log-sum-exp of the scores also
         where nothing reads it, at no cost.
+    of_latents: whether it is for calls whose keys and values are made of something
+        narrower, and for those alone.
     few_queries: whether it is for calls with fewer queries than ranks, and for those
         alone: every rank has all queries, and there is no backward.
     color, marker, line: of its curves, as matplotlib takes them.
@@ -52,6 +55,7 @@ class StrategyRow:
     marker: str
     line: str
     always_gives_lse: bool = True
+    of_latents: bool = False
     few_queries: bool = False
 
 
@@ -122,6 +126,18 @@ STRATEGIES: dict[Strategy, StrategyRow] = {
         marker="D",
         line=":",
         always_gives_lse=False,
+    ),
+    Strategy.LATENTS: StrategyRow(
+        operator="all_gather_attention",
+        cost=latents_cost,
+        degrees=_one_ring,
+        layouts=_TWO_RUNS,
+        masked_layouts=_TWO_RUNS,
+        runs_steps=True,
+        color="#E69F00",
+        marker="X",
+        line="--",
+        of_latents=True,
     ),
     Strategy.SPLIT_KV: StrategyRow(
         operator="split_kv_attention",

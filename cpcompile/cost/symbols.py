@@ -5,8 +5,10 @@ all-to-all of Ulysses (H and G without one), Sq and Sk lengths of the whole sequ
 head dim of q and k, E head dim of v, e bytes per element, live fraction of the pairs
 that a mask leaves of those that causality leaves; u ranks that split the heads, r ranks
 of the ring, N = u r, steps of it that a mask leaves (r without one); bias bytes of a
-mask that is a tensor. A rank attends from Sq / r rows. Rates and latencies pair with
-`HardwareProfile`; those of links are of the tier on which the group works.
+mask that is a tensor; latents values that keys and values are made of, latent_bytes of
+them per token, latent_flops and latent_moved (bytes) to make a token's keys. A rank
+attends from Sq / r rows. Rates and latencies pair with `HardwareProfile`; those of
+links are of the tier on which the group works.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
 from cpcompile.cost.hardware.links import Group, all_gather, all_to_all, message
 from cpcompile.cost.hardware.profile import HardwareProfile
-from cpcompile.cost.plans import Workload
+from cpcompile.cost.plans import Latents, Workload
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Chunks
@@ -25,14 +27,16 @@ SYMBOLS = sympy.symbols(
     "F_fwd F_fwd_causal F_bwd F_bwd_causal "
     "softmax row_fwd row_bwd tile slots alone launch issue "
     "M merge merge_bwd merge_latency overlap "
-    "hop W hop_u W_u gather W_g scatter W_s relay W_relay",
+    "hop W hop_u W_u gather W_g scatter W_s relay W_relay "
+    "latents latent_bytes latent_flops latent_moved",
     positive=True,
 )
 B, H, G, h, g, Sq, Sk, D, E, e, live, N, u, r, pieces, steps, bias = SYMBOLS[:17]
 F_fwd, F_fwd_causal, F_bwd, F_bwd_causal = SYMBOLS[17:21]
 softmax, row_fwd, row_bwd, tile, slots, alone, launch, issue = SYMBOLS[21:29]
 M, merge, merge_bwd, merge_latency, overlap = SYMBOLS[29:34]
-hop, W, hop_u, W_u, gather, W_g, scatter, W_s, relay, W_relay = SYMBOLS[34:]
+hop, W, hop_u, W_u, gather, W_g, scatter, W_s, relay, W_relay = SYMBOLS[34:44]
+latents, latent_bytes, latent_flops, latent_moved = SYMBOLS[44:]
 
 
 def larger(*values: sympy.Expr) -> sympy.Expr:
@@ -77,6 +81,7 @@ def numbers(
     )
     exchange_seconds, exchange_rate = all_to_all(profile, ulysses)
     relay_seconds, relay_rate = all_to_all(profile, everyone)
+    sources = workload.latents or Latents(0, 0, 0, 0)
     return {
         B: workload.batch,
         H: workload.heads,
@@ -122,6 +127,10 @@ def numbers(
         W_s: scatter_rate,
         relay: relay_seconds,
         W_relay: relay_rate,
+        latents: sources.values,
+        latent_bytes: sources.bytes,
+        latent_flops: sources.flops,
+        latent_moved: sources.moved,
     }
 
 

@@ -11,6 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from cpcompile.accounting.exchanges import Inputs
+from cpcompile.accounting.graph_account import Line
+from cpcompile.accounting.lines import line_of
+from cpcompile.cost.plans import Strategy
 from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame, argument_path, state_name
 from cpcompile.frontend.meshes import example, real_input
@@ -198,7 +201,13 @@ def input_names(ctx: Context, frame: Frame) -> Inputs:
         names.append(state.split(" ", 1)[1] if state else graph_input.name or name)
         if is_parameter(node) or graph_input.kind in PARAMETERS:
             parameters.add(place)
-    return Inputs(tuple(names), frozenset(parameters), ctx.group_name)
+    key_lines = set[Line]()
+    for call, plan in ctx.findings.plans.items():
+        if plan.strategy is Strategy.LATENTS:
+            sources = ctx.findings.key_sources[call]
+            key_lines |= set(map(line_of, (*sources.gathered, *sources.computed)))
+    known = frozenset(key_lines - {Line()})
+    return Inputs(tuple(names), frozenset(parameters), ctx.group_name, known)
 
 
 def local_value(x: Any, graph_input: GraphInput) -> Any:

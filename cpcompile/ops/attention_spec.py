@@ -46,6 +46,7 @@ class AttentionSpec:
         [1, 1, n], the values that it reads, whole and the same on every rank.
     first_head, last_head: the numbers that a score_mod has for the first of these
         heads, and for the last of all. Heads past it are padding, and have its number.
+    whole_keys: whether every rank has all keys and values, in the sequence's order.
     wants_lse: whether the log-sum-exp is read. Operators that have it at no cost return
         it in any case.
     """
@@ -60,6 +61,7 @@ class AttentionSpec:
     score_mod: str = ""
     first_head: int = 0
     last_head: int = 0
+    whole_keys: bool = False
     wants_lse: bool = False
 
     def __str__(self) -> str:
@@ -76,6 +78,8 @@ class AttentionSpec:
         if self.mask_key:
             words.append(f"mask_key={self.mask_key}")
         words += [f"+{name}" for name in self.extras]
+        if self.whole_keys:
+            words.append("whole_keys")
         if self.wants_lse:
             words.append("lse")
         if self.score_mod:  # the last one: it has spaces
@@ -92,8 +96,8 @@ class AttentionSpec:
             fields["score_mod"] = json.loads(score_mod)
         for word in words.split():
             name, equals, value = word.partition("=")
-            if word in ("causal", "lse"):
-                fields["is_causal" if word == "causal" else "wants_lse"] = True
+            if word in _FLAGS:
+                fields[_FLAGS[word]] = True
             elif word.startswith("+") and word[1:] in EXTRAS:
                 fields["extras"] += (word[1:],)
             elif equals and name in _READ:
@@ -102,8 +106,8 @@ class AttentionSpec:
                 fields["layout"] = Layout(word)
             else:
                 raise ValueError(
-                    f"attention: got {word!r} in the spec {text!r}; needed causal, "
-                    f"lse, a layout of {_LAYOUTS}, a tensor of "
+                    f"attention: got {word!r} in the spec {text!r}; needed one of "
+                    f"{list(_FLAGS)}, a layout of {_LAYOUTS}, a tensor of "
                     f"{['+' + x for x in EXTRAS]}, or a value of {list(_READ)}: make "
                     "the text by AttentionSpec"
                 )
@@ -137,6 +141,7 @@ class AttentionSpec:
         return self.has_mask or self.changes_scores
 
 
+_FLAGS = {"causal": "is_causal", "whole_keys": "whole_keys", "lse": "wants_lse"}
 _NUMBERS = ("softcap", "dropout_p", "first_head", "last_head")
 _READ: dict[str, Any] = {
     "scale": float,

@@ -172,6 +172,13 @@ def _rows(
     notes = graph.edges()
     notes += [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
     notes += [f"[{number}] {text}" for text, number in reasons.items()]
+    made = [call for call in graph.calls if call.made_of]
+    if made:
+        others = f"; so it is for {len(made)} calls" if len(made) > 1 else ""
+        notes.append(
+            f"k and v of {made[0].path}: every rank computes them from "
+            f"{made[0].made_of}{others}"
+        )
     notes += [str(x) for x in graph.mixers]
     notes += [f"attention by hand that stays: {at}: {why}" for at, why in graph.left]
     notes += [

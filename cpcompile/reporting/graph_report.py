@@ -11,7 +11,7 @@ import torch
 
 from cpcompile.accounting.graph_account import GraphAccount
 from cpcompile.cost.mixer_plan import MixerPlan
-from cpcompile.cost.plans import Plan
+from cpcompile.cost.plans import Plan, Strategy
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.masks import Mask
@@ -22,7 +22,7 @@ from cpcompile.options import GradSync
 from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.cp_attention import dtype_in_call
 from cpcompile.passes.graph.graph_pass import PassRun
-from cpcompile.passes.graph.nodes import fake_value, module_path
+from cpcompile.passes.graph.nodes import expected_shape, fake_value, module_path
 from cpcompile.passes.joint.saving.save_by_budget import Saved, SavingBudget
 from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, TiledRegion, Tiling
 from cpcompile.passes.local.folding.fold_repeated_blocks import FoldedBlocks
@@ -36,6 +36,7 @@ class CallReport:
     kernel: value of the StepKernel; under max-autotune a faster one may replace it. The
         attention of Ulysses is aten's choice on a GPU, "aten_sdpa". The backward is
         named where it differs: what a score_mod captures has a gradient.
+    made_of: what every rank makes keys and values of, "l.0.down [2, 32, 24]".
     """
 
     path: str
@@ -47,6 +48,7 @@ class CallReport:
     reason: str | None
     kernel: str | None
     dropout_p: float = 0.0
+    made_of: str = ""
 
     @classmethod
     def of(cls, call: AttentionCall, ctx: Context) -> CallReport:
@@ -62,6 +64,7 @@ class CallReport:
             reason=call.obstacle or call.left_alone,
             kernel=None if plan is None else kernel,
             dropout_p=call.dropout_p,
+            made_of=_made_of(call, plan, ctx),
         )
 
 
@@ -89,6 +92,18 @@ def _kernel(
     if plan and not STRATEGIES[plan.strategy].runs_steps and device_type != "cpu":
         return "aten_sdpa"
     return step_kernel(*what).value
+
+
+def _made_of(call: AttentionCall, plan: Plan | None, ctx: Context) -> str:
+    """Name the values of which every rank makes keys and values, and their size."""
+    if plan is None or plan.strategy is not Strategy.LATENTS:
+        return ""
+    sources = ctx.findings.key_sources[call]
+    values = [
+        f"{module_path(x)} {list(expected_shape(fake_value(x)))}"
+        for x in sources.gathered
+    ]
+    return f"{' and '.join(values)}, {sources.share:.1%} of their bytes"
 
 
 def _form(plan: Plan) -> str:

@@ -29,7 +29,7 @@ def warn_about_accounts(report: GraphReport) -> None:
     exchanges = [x for account in report.accounts for x in account.exchanges]
     attention = sum(x.bytes for x in exchanges if x.purpose is Purpose.ATTENTION)
     values = [x for x in exchanges if x.purpose is Purpose.VALUE]
-    ratio, gathered = work_ratio(report.accounts), sum(x.bytes for x in values)
+    ratio, gathered = _unplanned_ratio(report), sum(x.bytes for x in values)
     lines: list[str] = []
     if ratio > MOST_WORK:
         lines += _repeating(report)
@@ -53,12 +53,25 @@ _FIXES = (
 )
 
 
+def _unplanned_ratio(report: GraphReport) -> float:
+    """Return the ratio of work, without what plans have every rank do."""
+    works = [account.work for account in report.accounts]
+    whole = sum(work.whole_flops for work in works)
+    planned = sum(
+        row.repeated_flops(report.ranks)
+        for work in works
+        for row in work.repeated
+        if row.planned
+    )
+    return work_ratio(report.accounts) - (planned / whole if whole else 0.0)
+
+
 def _repeating(report: GraphReport) -> Iterator[str]:
     """Yield the lines whose work the ranks do several times, most of it first."""
     works = [account.work for account in report.accounts]
     whole = sum(work.whole_flops for work in works)
     lines: dict[Line, list[LineWork]] = {}
-    for row in (row for work in works for row in work.repeated):
+    for row in (x for work in works for x in work.repeated if not x.planned):
         lines.setdefault(row.line, []).append(row)
     more = {
         line: sum(row.repeated_flops(report.ranks) for row in rows) / whole

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.cost.mixer_plan import MixerPlan, MixerStrategy
-from cpcompile.cost.plans import Plan, Strategy
+from cpcompile.cost.plans import Latents, Plan, Strategy
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.masks import Mask
@@ -217,6 +217,8 @@ class Findings:
     mask_sources: list[MaskSource] = field(default_factory=list)
     # pad_tokens: where the tokens of every result are; n if the result is S + n
     padded_results: list[Tokens | int | None] = field(default_factory=list)
+    # find_latents: of calls whose keys and values are made of something narrower
+    key_sources: dict[AttentionCall, KeySources] = field(default_factory=dict)
     # choose_strategy: one entry per call that is rewritten
     plans: dict[AttentionCall, Plan] = field(default_factory=dict)
     # choose_strategy: the best plans on either side of a relayout
@@ -239,6 +241,22 @@ class Findings:
     # lay_out_tokens
     relayouts: int = 0
     relayouts_cancelled: int = 0
+
+
+@dataclass(frozen=True)
+class KeySources:
+    """What the keys and values of an attention call are made of, if it is narrower.
+
+    gathered: values, each with the dimension that has its tokens.
+    computed: the calls that make the keys and values of them, token by token.
+    share: bytes of what is gathered over those of keys and values.
+    sizes: of all this, for the cost model.
+    """
+
+    gathered: dict[fx.Node, int]
+    computed: set[fx.Node]
+    share: float
+    sizes: Latents
 
 
 @dataclass(frozen=True, eq=False)

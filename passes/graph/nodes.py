@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from cpcompile.geometry.lengths import expected
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
@@ -27,7 +28,19 @@ WHOLE = "cp_whole"
 # In node.meta: the TokenLayout of a value whose tokens are not in their natural order.
 TOKEN_LAYOUT = "cp_token_layout"
 
-_META_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", ORIGIN, TOKEN_LAYOUT)
+# In node.meta: the partitioner is to compute a value again in the backward. The tag is
+# that of a checkpoint region. A region that reads what is made outside of it would have
+# it kept; regions are numbered in order, and one that comes after all others keeps
+# nothing for them.
+RECOMPUTE_LAST = {
+    "recompute": CheckpointPolicy.MUST_RECOMPUTE,
+    "ac_graph_id": 2**40,
+}
+
+_META_KEYS = (
+    *("stack_trace", "nn_module_stack", "source_fn_stack", ORIGIN, TOKEN_LAYOUT),
+    *RECOMPUTE_LAST,
+)
 
 
 def fake_value(node: Any) -> Any:

@@ -107,6 +107,19 @@ def whole_keys(x: Tensor, dim: int) -> Tensor:
     return x
 
 
+def key_source(x: Tensor, dim: int | None) -> Tensor:
+    """Return x; mark in a graph that every rank computes keys of all tokens from it.
+
+    dim: the dimension that has the tokens; None if it is the same for every token.
+    """
+    return x
+
+
+def computed_keys(x: Tensor) -> Tensor:
+    """Return x; mark keys or values in a graph that every rank has computed of all."""
+    return x
+
+
 def is_row_parallel_operand(node: fx.Node) -> bool:
     """Tell whether a node is a call of own_queries or whole_keys, (x, dim)."""
     return node.target in (own_queries, whole_keys)

@@ -11,10 +11,7 @@ Note [Sharded parameters]
 AOTAutograd traces the gather as a collective and its backward as a reduce-scatter, so
 that both are in the compiled program, where Inductor's passes put them in buckets. The
 partitioner is told to compute the gathered parameter again in the backward, which is to
-gather it again: only the local part lives from the forward to the backward. The tag is
-that of a checkpoint region. A region that reads what is gathered outside of it would
-have it kept; regions are numbered in order, and one that comes after all others keeps
-nothing for them.
+gather it again: only the local part lives from the forward to the backward.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils.checkpoint import CheckpointPolicy
 
 from cpcompile.errors import RewriteError
 from cpcompile.ops.dtensor.whole_parameter import DType, gathered, whole_parameter
 
 from ..graph.held import MeshAxis
 from ..graph.nodes import (
+    RECOMPUTE_LAST,
     WHOLE,
     concrete_layout,
     fake_value,
@@ -40,7 +37,6 @@ from ..graph.nodes import (
 )
 
 _OF = "cp_gathers"  # in the meta of a call: the name of the input that it gathers
-_AFTER_ALL_REGIONS = 2**40
 
 
 def sharded_parameters(graph: fx.Graph) -> set[fx.Node]:
@@ -65,8 +61,7 @@ def read_local_parts(graph: fx.Graph) -> None:
         node.args = (x, *how)
         node.meta[_OF] = source.name
         if reshard:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = _AFTER_ALL_REGIONS
+            node.meta |= RECOMPUTE_LAST
     for source, whole in parameters.items():
         local = whole.to_local().detach().requires_grad_(whole.requires_grad)
         for name in _names_of(source):

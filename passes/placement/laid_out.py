@@ -42,6 +42,14 @@ def gather_tokens(x: DTensor, axis: int, tokens: TokenLayout) -> Tensor:
     return _Reordered.apply(x.full_tensor(), dim, outer, tokens, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def in_natural_order(x: Tensor, placement: Placement, tokens: TokenLayout) -> Tensor:
+    """Reorder a plain tensor that was gathered as it lay, in a layout.
+
+    placement: the one that it had on the axis of the tokens.
+    """
+    return _Reordered.apply(x, *_token_dim(placement), tokens, True)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _token_dim(placement: Any) -> tuple[int, int]:
     return placement.dim, getattr(placement, "split_factor", 1)
 

@@ -27,7 +27,7 @@ from cpcompile.torch_private import pytree
 from ..graph.held import Callee, MeshAxis
 from ..graph.memory_order import in_memory_order
 from .edge_gradients import PinnedGradient, UnreducedGradient
-from .laid_out import gather_tokens, place_tokens
+from .laid_out import gather_tokens, in_natural_order, place_tokens
 
 
 def cp_replicate(x: Tensor, on: MeshAxis) -> DTensor:
@@ -159,6 +159,23 @@ def cp_whole_keys(x: DTensor, on: MeshAxis) -> DTensor:
     target = list(x.placements)
     target[on.axis] = Replicate()
     return x.redistribute(placements=target)
+
+
+def cp_key_source(
+    x: DTensor, on: MeshAxis, tokens: int | None = None, layout: str = "contiguous"
+) -> Tensor:
+    """Gather what keys are made of as a plain tensor, its tokens in natural order.
+
+    The gradient of each rank is a summand. layout: the one in which the `tokens` lie.
+    """
+    placements: list[Placement] = list(x.placements)
+    summed = [Partial()] * len(placements)
+    target = [Replicate()] * len(placements)
+    whole = local_part(x.redistribute(placements=target), summed)
+    if tokens is None or layout == "contiguous":
+        return whole
+    token_layout = TokenLayout.of(Layout(layout), tokens, on.size)
+    return in_natural_order(whole, placements[on.axis], token_layout)
 
 
 def cp_from_local(

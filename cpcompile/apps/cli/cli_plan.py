@@ -122,7 +122,10 @@ def _preset(arguments: argparse.Namespace) -> Preset:
     """
     sizes = {
         name: getattr(arguments, name)
-        for name in ("heads", "kv_heads", "head_dim", "value_dim", "layers", "causal")
+        for name in (
+            *("heads", "kv_heads", "head_dim", "value_dim", "latent_dim"),
+            *("layers", "causal"),
+        )
         if getattr(arguments, name) is not None
     }
     if arguments.model is not None:
@@ -153,6 +156,7 @@ def _answer(arguments: argparse.Namespace, preset: Preset, ranks: int) -> Answer
             layout=arguments.layout,
             memory_budget=arguments.memory_budget,
             value_dim=preset.value_dim,
+            latent_dim=preset.latent_dim,
             overrides=dict(arguments.override),
             # Mixers have tokens in their natural order.
             relayout=arguments.relayout or preset.mixer is not None,

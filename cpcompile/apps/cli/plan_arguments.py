@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("kv-heads", "key/value heads; as many as query heads if not given"),
         ("head-dim", "dims of a query and key head"),
         ("value-dim", "dims of a value head, if different"),
+        ("latent-dim", "numbers per token that keys and values are made of, if fewer"),
         ("layers", "attention calls per pass, for the total"),
     ):
         model.add_argument(f"--{name}", type=_count, metavar="N", help=what)

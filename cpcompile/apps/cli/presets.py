@@ -46,6 +46,7 @@ class Preset:
 
     layers: number of layers that attend to the whole sequence, each with one call.
     value_dim: head dim of v, if it is not head_dim.
+    latent_dim: numbers per token that k and v are made of, if these are fewer.
     windowed_layers, window: number of further layers, which see only a sliding window
         of `window` tokens; they are not planned.
     mixer: its layers that are no softmax attention.
@@ -58,6 +59,7 @@ class Preset:
     head_dim: int
     causal: bool = True
     value_dim: int | None = None
+    latent_dim: int | None = None
     windowed_layers: int = 0
     window: int = 0
     dense: DenseModel | None = None
@@ -107,8 +109,9 @@ PRESETS: dict[str, Preset] = {
     "gpt-oss-20b": Preset(12, 64, 8, 64, windowed_layers=12, window=128),
     "gpt-oss-120b": Preset(18, 64, 8, 64, windowed_layers=18, window=128),
     # deepseek-ai/DeepSeek-V3: latent attention as it is trained, with keys and values
-    # of every head; q and k have 128 dims and 64 rotary ones (arXiv 2412.19437, 4.2)
-    "deepseek-v3": Preset(61, 128, 128, 192, value_dim=128),
+    # of every head; q and k have 128 dims and 64 rotary ones, and a token's latent 512
+    # (arXiv 2412.19437, 4.2)
+    "deepseek-v3": Preset(61, 128, 128, 192, value_dim=128, latent_dim=576),
     # microsoft/Phi-3-mini-128k-instruct, Phi-3-medium-128k-instruct, phi-4
     "phi3-mini": Preset(32, 32, 32, 96, dense=DenseModel(3072, 8192, 32064)),
     "phi3-medium": Preset(40, 40, 10, 128, dense=DenseModel(5120, 17920, 32064)),

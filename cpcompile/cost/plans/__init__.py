@@ -7,9 +7,11 @@ frozen data: passes, logs, the command line and explain print the same objects.
 from cpcompile.cost.plans.plan import TIE_FRACTION, Plan
 from cpcompile.cost.plans.workload import (
     EAGER_STRATEGIES,
+    NAMED_STRATEGIES,
     SEQUENCE_STRATEGIES,
     Candidate,
     Direction,
+    Latents,
     RingWork,
     Strategy,
     Workload,
@@ -17,10 +19,12 @@ from cpcompile.cost.plans.workload import (
 
 __all__ = [
     "EAGER_STRATEGIES",
+    "NAMED_STRATEGIES",
     "SEQUENCE_STRATEGIES",
     "TIE_FRACTION",
     "Candidate",
     "Direction",
+    "Latents",
     "Plan",
     "RingWork",
     "Strategy",

@@ -16,12 +16,16 @@ class Strategy(Enum):
     ALL_GATHER = "all_gather"
     ULYSSES = "ulysses"
     HYBRID = "hybrid"
+    LATENTS = "latents"  # of keys that are made of something narrower
     SPLIT_KV = "split_kv"  # of few queries, which every rank has
 
 
-# Strategies that share out the queries: options["strategy"] may name one. The other,
+# Strategies that options["strategy"] may name: they share out the queries. The other,
 # split_kv, is chosen by itself for calls with fewer queries than ranks.
-SEQUENCE_STRATEGIES = tuple(s for s in Strategy if s is not Strategy.SPLIT_KV)
+NAMED_STRATEGIES = tuple(s for s in Strategy if s is not Strategy.SPLIT_KV)
+
+# Those that are for calls of every kind.
+SEQUENCE_STRATEGIES = tuple(s for s in NAMED_STRATEGIES if s is not Strategy.LATENTS)
 
 # Strategies for attention on DTensors outside of graphs: `config.eager_strategy` may
 # name one. They need no exchange of heads, for which not every call has enough.
@@ -49,6 +53,20 @@ class RingWork:
 
 
 @dataclass(frozen=True)
+class Latents:
+    """What keys and values are made of, token by token, if that is narrower.
+
+    values: how many tensors. bytes: of them, per token, over the batch. flops, moved:
+    operations, and bytes read and written, to make the keys and values of a token.
+    """
+
+    values: int
+    bytes: float
+    flops: float
+    moved: float
+
+
+@dataclass(frozen=True)
 class Workload:
     """One attention call over the whole sequence, as all ranks see it together."""
 
@@ -71,6 +89,7 @@ class Workload:
     hybrid_rings: tuple[RingWork, ...] = ()  # of those that differ; others as the ring
     bias_bytes: int = 0  # of a mask that is a tensor, over all queries and keys
     whole_mask_bytes: int = 0  # of one that every rank computes in whole
+    latents: Latents | None = None  # None: k and v are made of nothing narrower
 
     @property
     def has_few_queries(self) -> bool:

@@ -2,10 +2,11 @@
 
 Attention: on the mesh axis of the operator's own group, q, k, v, out and their
 gradients are Shard(2), the sequence, and DTensor brings any other placement to that.
-For cp::split_kv_attention only k and v are, and the rest is Replicate. On other axes of
-the mesh the call is independent per batch and per head: Replicate, Shard(0), Shard(1).
-Uneven sequences are fine; heads and batch must divide. Masks follow, see
-mask_placements.py.
+For cp::split_kv_attention only k and v are, and the rest is Replicate. Where every rank
+has all keys, k and v are Replicate, and their gradients are sums over the ranks. On
+other axes of the mesh the call is independent per batch and per head: Replicate,
+Shard(0), Shard(1). Uneven sequences are fine; heads and batch must divide. Masks
+follow, see mask_placements.py.
 
 Relayout: Shard of the tokens' dimension on the axis of the group; on other axes what
 splits other dimensions stays as it is, evenly or not, and the rest is Replicate.
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.ops.comm.communication import group_by_name
@@ -93,20 +94,33 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
             continue
         keys = queries = placements
         if whole_queries:
-            queries = (*keys[:axis], Replicate(), *keys[axis + 1 :])
+            queries = _with(axis, Replicate(), queries)
+        key_gradients = keys
+        if spec.whole_keys:
+            keys, key_gradients = (
+                _with(axis, x, queries) for x in (Replicate(), Partial())
+            )
         wanted = [keys if x in ("k", "v") else queries for x in names]
         wanted += [
             tuple(mask_placements(name, queries, x.shape)) for name, x in extras.items()
         ]
         wanted += [queries for _ in of_lse]
-        outputs = [queries] * (3 if "grad" in args else 2)
+        outputs = [queries] * 2
         if "grad" in args:
+            outputs = [queries, key_gradients, key_gradients]
             bias = extras.get("bias") if args["bias_grad"] else None
             outputs.append(_of_bias_gradient(placements, bias))
         strategies.append(
             _spec([*attended, *extras.values(), *of_lse], wanted, outputs)
         )
     return OpStrategy(strategies)
+
+
+def _with(
+    axis: int, placement: Placement, placements: tuple[Placement, ...]
+) -> tuple[Placement, ...]:
+    """Return placements with another one on an axis."""
+    return (*placements[:axis], placement, *placements[axis + 1 :])
 
 
 _ATTENDED = ("grad", "q", "k", "v", "out", "lse")

@@ -31,13 +31,15 @@ def check_operands(
     keys: Chunks | Runs,
     rank: int,
     whole_queries: bool = False,
+    whole_keys: bool = False,
 ) -> None:
     """Raise ValueError unless q, k, v are this rank's chunks of the sequences.
 
-    whole_queries: q has all queries, on every rank.
+    whole_queries, whole_keys: q has all queries, k and v have all keys, on every rank.
     """
     mistakes = []
     count = queries.length if whole_queries else queries.count(rank)
+    key_count = keys.length if whole_keys else keys.count(rank)
     if not (q.ndim == k.ndim == v.ndim == 4):
         mistakes.append("q, k and v need four dimensions [batch, heads, tokens, dim]")
     elif q.shape[0] != k.shape[0]:
@@ -46,8 +48,8 @@ def check_operands(
         mistakes.append("the query heads need to be a multiple of the key heads")
     elif q.shape[2] != count:
         mistakes.append(f"rank {rank} needs {count} queries")
-    elif k.shape[2] != keys.count(rank):
-        mistakes.append(f"rank {rank} needs {keys.count(rank)} keys")
+    elif k.shape[2] != key_count:
+        mistakes.append(f"rank {rank} needs {key_count} keys")
     if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
         mistakes.append("k needs the head dim of q, and v the other dims of k")
     if not (q.dtype == k.dtype == v.dtype):

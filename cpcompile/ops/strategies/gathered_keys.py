@@ -4,6 +4,9 @@ Note [Gathered keys in their own order]
 Gathered keys are put in the order of the sequence, so that a run of consecutive queries
 sees a rectangle and a triangle of them. In the zigzag layout the local queries are two
 such runs, and there is one step for each.
+
+Where every rank has all keys already, there is nothing to gather, and the gradients of
+a rank are its summands; see passes/model/latents.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class Gathered:
     group: str
     rank: int
     tokens: TokenLayout | None  # None: as queries and keys say
+    whole_keys: bool  # whether every rank has all keys already
 
     @classmethod
     def of(
@@ -56,8 +60,9 @@ class Gathered:
         queries, keys = (Chunks(length, pg.size()) for length in lengths)
         dealt = (spec.layout, queries, keys, spec.is_causal)
         tokens = dealt_tokens(Strategy.ALL_GATHER, *dealt)
-        check_operands(name, *operands, queries, keys, pg.rank())
-        return cls(name, queries, keys, spec.is_causal, group, pg.rank(), tokens)
+        rank, whole_keys = pg.rank(), spec.whole_keys
+        check_operands(name, *operands, queries, keys, rank, whole_keys=whole_keys)
+        return cls(name, queries, keys, spec.is_causal, group, rank, tokens, whole_keys)
 
     @property
     def place(self) -> str:
@@ -102,7 +107,7 @@ class Gathered:
 
 def gather_keys(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:
     """Gather keys and values of the whole sequence, [B, G, kv_len, dim]."""
-    if own.keys.ranks == 1:
+    if own.keys.ranks == 1 or own.whole_keys:
         return k, v
     packing = Packing.of(k, v, own.keys.size)
     pg = group_by_name(own.group)
@@ -119,7 +124,16 @@ def gather_keys(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:
 def scatter_gradients(
     totals: Sequence[Tensor], k: Tensor, v: Tensor, own: Gathered
 ) -> tuple[Tensor, Tensor]:
-    """Sum `totals` over ranks; return this rank's part in the dtypes of k and v."""
+    """Sum `totals` over ranks; return this rank's part in the dtypes of k and v.
+
+    Of whole keys it is this rank's summand.
+    """
+    if own.whole_keys:
+        dk, dv = (
+            total.to(x.dtype, copy=True).contiguous()
+            for total, x in zip(totals, (k, v), strict=True)
+        )
+        return dk, dv
     packing, pg = Packing.of(k, v, own.keys.size), group_by_name(own.group)
     shape = (own.keys.ranks, packing.numel)
     is_full = own.keys.length == own.keys.size * own.keys.ranks

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpcompile.cost import all_gather, ring, split_kv, ulysses
+from cpcompile.cost import all_gather, latents, ring, split_kv, ulysses
 from cpcompile.cost.compute import (
     ROWS,
     gathered_seconds,
@@ -145,9 +145,7 @@ def _all_gather(run: SimulatedRun, backward: bool) -> None:
     relayout = _relayout_seconds(run)
     share = run.value(ulysses.QKV / ulysses.SENT)
     slowest = run.value(gathered_seconds(causal, layout, backward))
-    # With fewer keys than queries the first rank may have more to do than the last,
-    # which is the one that the model charges.
-    attention = np.minimum(_gathered_seconds(run, backward), slowest)
+    attention = _gathered_seconds(run, backward)
     gather = run.value(all_gather.all_gather_transfer_seconds(False))
     join = run.value(SEVERAL * all_gather.joined_seconds())
     run.communicate(share * relayout, "layout is made")
@@ -163,6 +161,27 @@ def _all_gather(run: SimulatedRun, backward: bool) -> None:
     run.communicate((1 - share) * relayout, "layout is undone")
 
 
+def _latents(run: SimulatedRun, backward: bool) -> None:
+    """Simulate collectives of latents, the keys made of them, and one attention."""
+    relayout = _relayout_seconds(run)
+    share = run.value(ulysses.QKV / ulysses.SENT)
+    gather = run.value(latents.latents_transfer_seconds(False))
+    join = latents.joined_seconds()
+    repeated = latents.repeated_seconds()
+    made = latents.made_seconds() if backward else repeated
+    run.communicate(share * relayout, "layout is made")
+    run.communicate(gather, "all-gather")
+    run.compute(run.value(SEVERAL * (join + made)), "computes k and v")
+    run.compute(_gathered_seconds(run, backward), "attention")
+    if backward:
+        gradients = join + latents.BACKWARD_PER_FORWARD * repeated
+        run.compute(run.value(SEVERAL * gradients), "gradients of the latents")
+        run.meet()
+        both = run.value(latents.latents_transfer_seconds(True))
+        run.communicate(both - gather, "reduce-scatter")
+    run.communicate((1 - share) * relayout, "layout is undone")
+
+
 def _split_kv(run: SimulatedRun, _backward: bool) -> None:
     """Simulate attention to the keys of each rank, and one collective."""
     attention = run.value(split_kv.partial_seconds())
@@ -174,11 +193,18 @@ def _split_kv(run: SimulatedRun, _backward: bool) -> None:
 
 
 def _gathered_seconds(run: SimulatedRun, backward: bool) -> Clock:
-    """Return the seconds of every rank's attention to all keys."""
+    """Return the seconds of every rank's attention to all keys.
+
+    With fewer keys than queries the first rank may have more to do than the last, which
+    is the one that the model charges.
+    """
     causal, layout = run.workload.causal, run.candidate.layout
-    ranks = run.positions
+    ranks, slowest = (
+        run.positions,
+        run.value(gathered_seconds(causal, layout, backward)),
+    )
     if not causal or layout is not Layout.CONTIGUOUS:
-        return np.full(ranks, run.value(gathered_seconds(causal, layout, backward)))
+        return np.full(ranks, slowest)
     rows, keys = run.value(ROWS), run.value(Sk)
     kernel = kernel_seconds(KERNEL[0], KERNEL[1], KERNEL[2], backward)
     seconds = []
@@ -187,7 +213,8 @@ def _gathered_seconds(run: SimulatedRun, backward: bool) -> Clock:
         side = min((rank + 1) * rows, keys) - before
         triangle = side * (side + 1) / 2 + (rows - side) * side
         seconds.append(run.value(kernel, rows, rows * before, triangle))
-    return np.array(seconds)
+    clock: Clock = np.minimum(np.array(seconds), slowest)
+    return clock
 
 
 def _relayout_seconds(run: SimulatedRun) -> float:
@@ -201,5 +228,6 @@ _SIMULATED = {
     Strategy.ALL_GATHER: _all_gather,
     Strategy.ULYSSES: _ring,
     Strategy.HYBRID: _ring,
+    Strategy.LATENTS: _latents,
     Strategy.SPLIT_KV: _split_kv,
 }

@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from cpcompile.cost.choose import choose, rank, why_not_run
 from cpcompile.cost.planner import BALANCED_LAYOUTS
-from cpcompile.cost.plans import Direction, Plan, Workload
+from cpcompile.cost.plans import Direction, Plan, Strategy, Workload
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout, leaves_ranks_empty
 from cpcompile.geometry.masks import Mask
@@ -38,6 +38,7 @@ _SYMBOLIC = "a length that is a symbol is contiguous or zigzag"
     reads=(
         "calls",
         "masks",
+        "key_sources",
     ),
     writes=(
         "plans",
@@ -88,9 +89,13 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
             log.debug("attention at %s: %s", call.path, plan)
     ctx.findings.balanced_plans = _best_layout(ctx, question, decide)
     for call, balanced in ctx.findings.balanced_plans.items():
-        ctx.findings.plans[call] = _better(
-            ctx.findings.contiguous_plans[call], balanced, ctx
-        )
+        contiguous = ctx.findings.contiguous_plans[call]
+        plan = ctx.findings.plans[call] = _better(contiguous, balanced, ctx)
+        if call in ctx.findings.key_sources:
+            # What makes the keys is written for either layout.
+            of_latents = plan.strategy is Strategy.LATENTS
+            ctx.findings.contiguous_plans[call] = _only(contiguous, of_latents)
+            ctx.findings.balanced_plans[call] = _only(balanced, of_latents)
     for call, plan in ctx.findings.plans.items():
         # Whether another layout is better for other lengths is not guarded.
         guard_plan(call, plan, ctx, functools.partial(decide, layout=plan.layout))
@@ -109,6 +114,16 @@ def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
         either = (contiguous.chosen, balanced.chosen)
         chosen = next(c for c in candidates if any(c is choice for choice in either))
     return replace(contiguous, chosen=chosen, candidates=candidates)
+
+
+def _only(plan: Plan, of_latents: bool) -> Plan:
+    """Return a plan whose choice is that of keys made of latents, or is not."""
+    chosen = next(
+        c
+        for c in plan.candidates
+        if c.excluded is None and (c.strategy is Strategy.LATENTS) == of_latents
+    )
+    return replace(plan, chosen=chosen)
 
 
 def _best_layout(
@@ -201,6 +216,7 @@ def workload(
     q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
     trained = ctx.backward and any(x.requires_grad for x in (q, k, v))
     q_shape, k_shape = call.q_shape, call.k_shape
+    sources = ctx.findings.key_sources.get(call)
     return Workload(
         batch=q_shape[0],
         heads=q_shape[1] if q.ndim == 4 else 1,
@@ -220,4 +236,5 @@ def workload(
         hybrid_rings=work_left.hybrid_rings,
         bias_bytes=_bias_bytes(call, ctx, work_left),
         whole_mask_bytes=_whole_mask_bytes(call, ctx),
+        latents=None if sources is None else sources.sizes,
     )

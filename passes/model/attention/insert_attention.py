@@ -27,7 +27,7 @@ import torch.fx as fx
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  (registers the operators)
-from cpcompile.cost.plans import Plan
+from cpcompile.cost.plans import Plan, Strategy
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import is_symbol
@@ -50,6 +50,7 @@ from ...graph.graph_pass import graph_pass
 from ...graph.nodes import fake_value, insert_call
 from ..masks.erase_masks import erase_masks
 from ..masks.mask_work import known_mask
+from .latent_keys import LatentKeys
 
 
 @graph_pass(
@@ -58,6 +59,7 @@ from ..masks.mask_work import known_mask
         "masks",
         "mask_sources",
         "read_by_value",
+        "key_sources",
     )
 )
 def insert_attention(graph: fx.Graph, ctx: Context) -> int:
@@ -101,10 +103,15 @@ def _replace(
     node, graph = call.node, call.node.graph
     out = fake_value(node)
     with graph.inserting_before(node):
-        q, k, v = (_prepare(call, results.get(x, x)) for x in (call.q, call.k, call.v))
+        keys = [call.k, call.v]
+        if plan.strategy is Strategy.LATENTS:
+            latent = LatentKeys(ctx.findings.key_sources[call], ctx.backward)
+            keys = [latent.of(x) for x in keys]
+        q, k, v = (_prepare(call, results.get(x, x)) for x in (call.q, *keys))
         sizes = [_length(call, x) for x in (q, k)]
         whole = out.unsqueeze(1) if out.ndim == 3 else out
         extras, spec = _computed(call, ctx, sizes)
+        spec = replace(spec, whole_keys=plan.strategy is Strategy.LATENTS)
         operands = (q, k, v, extras, sizes, str(spec))
         attention = _insert(call, plan, ctx, operands, whole, like=node)
         result = result_of(attention)

@@ -50,7 +50,13 @@ from ...graph.nodes import (
 )
 from ...graph.sequence_tokens import TokenDim, placed_sequence_dim
 from ...placement.graph_writer import GraphWriter
-from ...placement.placement_calls import cp_gather, cp_gather_tokens, cp_place, cp_shard
+from ...placement.placement_calls import (
+    cp_gather,
+    cp_gather_tokens,
+    cp_key_source,
+    cp_place,
+    cp_shard,
+)
 from ...placement.token_moves import cp_move_tokens, cp_split_tokens, tokens_sent
 from ...placement.token_picks import cp_gather_at, cp_pick_tokens
 from ..attention.insert_attention import change_plan, set_layout
@@ -269,6 +275,13 @@ class _LaidOut:
                 length = self._length(source, where, fake_value(source))
             node.target = cp_gather_tokens
             how: Any = (self.writer.on, length, self.layout.value)
+            node.args = (source, *how)
+        elif node.target is cp_key_source:
+            source = node.all_input_nodes[0]
+            where = self.tokens_of.dim(fake_value(source))
+            with node.graph.inserting_before(node):
+                length = self._length(source, where, fake_value(source))
+            how = (self.writer.on, length, self.layout.value)
             node.args = (source, *how)
 
     def _length(self, source: Any, dim: TokenDim | None, like: Any) -> int | fx.Node:

@@ -31,7 +31,7 @@ from ...flow.dim_rules import dim_map
 from ...flow.trial import STATE_CALLS
 from ...graph.calls import function_of
 from ...graph.context import Context
-from ...graph.cp_attention import is_cp_attention, needs_order, operands_of
+from ...graph.cp_attention import is_cp_attention, needs_order, operands_of, spec_of
 from ...graph.nodes import fake_value, sub_graph
 from ...graph.sequence_tokens import TokenAxis, TokenDim
 from ...placement.joint_calls import (
@@ -46,6 +46,7 @@ from ...placement.placement_calls import (
     cp_exchange,
     cp_from_local,
     cp_gather,
+    cp_key_source,
     cp_mixed_in_parts,
     cp_place,
     cp_shard,
@@ -222,7 +223,7 @@ class TokenGraph:
             if self._has_tokens(node):
                 self._add(node)
                 self._read(node, node)
-        elif node.target is cp_gather:
+        elif node.target in (cp_gather, cp_key_source):
             if self._has_tokens(node):
                 self._add(node, laid_out=self.prices.reorder(value))
                 self._read(node, node)
@@ -326,7 +327,7 @@ class TokenGraph:
         ):
             if has[index]:
                 self.uses.setdefault(operand, []).append(Use(vertex, node, index))
-            elif vertex is node:
+            elif vertex is node and not (index and spec_of(node).whole_keys):
                 self.constants.setdefault(node, {})[operand] = TokenDim(2)
 
     def _move(self, node: fx.Node) -> None:

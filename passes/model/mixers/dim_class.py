@@ -27,7 +27,13 @@ from ...flow.token_sources import token_sources
 from ...graph.calls import NEW_TENSORS, spelled
 from ...graph.mixer_calls import independent_dims, is_mixer
 from ...graph.nodes import expected_shape, fake_value, sub_graph
-from ...graph.sequence_tokens import SequenceDim, TokenAxis, TokenDim, whole_keys
+from ...graph.sequence_tokens import (
+    SequenceDim,
+    TokenAxis,
+    TokenDim,
+    key_source,
+    whole_keys,
+)
 from ..normalize.pad_convolutions import convolved
 from ..sharding.dim_flows import part_written
 
@@ -149,7 +155,7 @@ class DimClass:
     ) -> Iterator[tuple[fx.Node, TokenDim]]:
         if node.op not in ("call_function", "call_method"):
             return
-        if node.target is whole_keys or convolved(node) is not None:
+        if node.target in (whole_keys, key_source) or convolved(node) is not None:
             return
         sequence, index = SequenceDim(dim, self.entries), None
         if node.target is operator.getitem:
@@ -187,7 +193,7 @@ class DimClass:
     def _after(self, user: fx.Node) -> None:
         if user.op == "output" or sub_graph(user) is not None:
             return
-        if user.target is whole_keys:  # every rank has all of these
+        if user.target in (whole_keys, key_source):  # every rank has all of these
             return
         if spelled(user) in CREATIONS:
             return

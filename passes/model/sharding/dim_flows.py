@@ -22,7 +22,7 @@ from torch import Tensor
 from ...flow.dim_rules import dim_map, kept_dims
 from ...graph.attention_calls import is_attention, is_flex_attention
 from ...graph.calls import canonical_call, spelled
-from ...graph.cp_attention import SPLIT_KV, is_cp_attention, operands_of
+from ...graph.cp_attention import SPLIT_KV, is_cp_attention, operands_of, spec_of
 from ...graph.mesh_changes import local_source
 from ...graph.mixer_calls import (
     is_mixer,
@@ -32,7 +32,7 @@ from ...graph.mixer_calls import (
     result_roles,
 )
 from ...graph.nodes import fake_value
-from ...graph.sequence_tokens import is_row_parallel_operand
+from ...graph.sequence_tokens import is_row_parallel_operand, key_source
 from ...placement.scan_calls import joined_operands
 from ..attention.find_attention import attention_operands
 from ..mutation.masked_rows import write_rows, write_rows_
@@ -57,7 +57,7 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
     if node.target in (write_rows, write_rows_):
         return _all_dims(node.args[0])
     local = local_source(node)
-    if local is not None or is_row_parallel_operand(node):
+    if local is not None or is_row_parallel_operand(node) or node.target is key_source:
         return _all_dims(local or node.args[0])
     operands = convolved(node)
     if operands is not None:
@@ -80,6 +80,8 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """
     if is_row_parallel_operand(node):
         return [node.args]  # type: ignore[list-item]  # a node and a dimension
+    if node.target is key_source:
+        return [node.args] if node.args[1] is not None else []  # type: ignore[list-item]
     if is_mixer(node):
         return mixed_tokens(node)
     if is_attention(node):
@@ -88,6 +90,8 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
         operands = operands_of(node)
         if node.target is SPLIT_KV:  # every rank has all queries
             operands = operands[1:]
+        if spec_of(node).whole_keys:  # and here all keys
+            operands = operands[:1]
     elif is_flex_attention(node):
         operands = node.args[:3]
     elif spelled(node) == "multi_head_attention_forward":

@@ -40,6 +40,7 @@ from ...graph.origins import name_origin
 from ...graph.sequence_tokens import (
     TokenDim,
     is_row_parallel_operand,
+    key_source,
     placed_sequence_dim,
 )
 from ...placement.decisions import (
@@ -102,6 +103,7 @@ class ShardingInterpreter(GraphWriter):
             or is_mixer(n)
             or n in unplanned
             or is_row_parallel_operand(n)
+            or n.target is key_source
             for x in token_operands(n)
         ]
         fake_mode = self.trial.fake_mode

@@ -29,7 +29,7 @@ from ...flow.trial_backward import (
 from ...graph.calls import canonical_call
 from ...graph.cp_attention import is_cp_attention
 from ...placement.graph_values import GraphValues
-from ...placement.placement_calls import cp_pin, cp_unsplit
+from ...placement.placement_calls import cp_pin, cp_unreduced, cp_unsplit
 
 
 def inputs_to_pin(graph_values: GraphValues, node: fx.Node) -> list[fx.Node]:
@@ -73,8 +73,13 @@ def pin_for(
 
 
 def _is_whole(graph_values: GraphValues, argument: fx.Node) -> bool:
-    """Tell whether an argument is replicated and has a gradient."""
+    """Tell whether an argument is replicated and has a gradient.
+
+    One whose gradient is to stay a sum over the ranks is not.
+    """
     value = graph_values.values[argument]
+    if argument.target is cp_unreduced:
+        return False
     if not isinstance(value, DTensor) or not value.requires_grad:
         return False
     return all(p.is_replicate() for p in value.placements)

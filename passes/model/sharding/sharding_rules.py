@@ -28,7 +28,13 @@ from ...graph.mixer_calls import mixed_in_parts
 from ...graph.new_call import NewCall, with_inputs
 from ...graph.nodes import fake_value, where
 from ...graph.origins import origin
-from ...graph.sequence_tokens import exchanged, is_row_parallel_operand, own_queries
+from ...graph.sequence_tokens import (
+    computed_keys,
+    exchanged,
+    is_row_parallel_operand,
+    key_source,
+    own_queries,
+)
 from ...placement.decisions import (
     Decision,
     FallBack,
@@ -40,11 +46,13 @@ from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import (
     cp_dropout_mask,
     cp_exchange,
+    cp_key_source,
     cp_log_sigmoid,
     cp_mean,
     cp_mixed_in_parts,
     cp_replicate,
     cp_shard,
+    cp_unreduced,
     cp_whole_keys,
 )
 from ...placement.scan_calls import scanned_in_parts
@@ -79,6 +87,10 @@ def decide(graph_values: GraphValues, node: fx.Node, distributed: bool) -> Decis
         return left_attention(graph_values, node, distributed)
     if is_row_parallel_operand(node):
         return row_parallel_operand(graph_values, node)
+    if node.target is key_source:
+        return source_of_keys(graph_values, node)
+    if node.target is computed_keys:
+        return Replace(NewCall(cp_unreduced, (node.args[0], graph_values.on)))
     if node.target is exchanged:
         return exchange(graph_values, node)
     if node.target is mixed_in_parts:
@@ -268,6 +280,18 @@ def row_parallel_operand(graph_values: GraphValues, node: fx.Node) -> Decision:
     if value.placements[graph_values.ctx.axis].is_replicate():
         return Replace(source)
     return Propagate(NewCall(cp_whole_keys, (source, graph_values.on)))
+
+
+def source_of_keys(known: GraphValues, node: fx.Node) -> Decision:
+    """Bring what keys are made of to every rank; a rank's gradient is a summand."""
+    x: Any = node.args[0]
+    value = known.value(x)
+    if isinstance(value, DTensor):
+        return Replace(NewCall(cp_key_source, (x, known.on)))
+    if not value.requires_grad:
+        return Replace(x)
+    whole = NewCall(cp_replicate, (x, known.on))
+    return Replace(NewCall(cp_key_source, (whole, known.on)))
 
 
 def exchange(known: GraphValues, node: fx.Node) -> Decision:

@@ -51,6 +51,7 @@ def test_sizes_are_those_of_transformers(preset, defaults):
     if preset == "deepseek-v3":
         assert ours.head_dim == theirs.qk_nope_head_dim + theirs.qk_rope_head_dim
         assert ours.value_dim == theirs.v_head_dim
+        assert ours.latent_dim == theirs.kv_lora_rank + theirs.qk_rope_head_dim
     else:
         dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
         assert ours.head_dim == dim

@@ -164,8 +164,9 @@ NEEDED = {
     "mesh": "a DeviceMesh",
     "axis": "the name of a mesh axis, or a tuple of two names",
     "shard": "a dict {argument name: dimension}",
-    "strategy": "\"auto\", 'ring', 'all_gather', 'ulysses', 'hybrid', 'exchange', "
-    "'states', 'gather', or a dict {\"attention\": .., \"mixers\": ..} of two of them",
+    "strategy": "\"auto\", 'ring', 'all_gather', 'ulysses', 'hybrid', 'latents', "
+    "'exchange', 'states', 'gather', or a dict {\"attention\": .., \"mixers\": ..} of "
+    "two of them",
     "layout": "one of 'auto', 'contiguous', 'zigzag', 'striped', 'fold'",
     "strict": "True or False",
     "inner": "one of 'inductor', 'aot_eager'",

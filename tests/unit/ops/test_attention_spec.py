@@ -32,6 +32,7 @@ OTHERS = {  # by field, what is not PLAIN's
     "score_mod": ["f(x)\n", "f(x)", "f(x) lse", " f(x)"],
     "first_head": [1, 12],
     "last_head": [1, 12],
+    "whole_keys": [True],
     "wants_lse": [True],
 }
 numbers = st.floats(allow_nan=False)
@@ -48,6 +49,7 @@ specs = st.builds(
     score_mod=st.text() | st.just('def f(x):\n    return "score_mod=" + x\n'),
     first_head=st.integers(0, 1000),
     last_head=st.integers(0, 1000),
+    whole_keys=st.booleans(),
     wants_lse=st.booleans(),
 )
 
@@ -106,11 +108,12 @@ def test_a_layout_that_there_is_not():
     assert_expected_inline(
         refused("diagonal scale=1.0"),
         """\
-attention: got 'diagonal' in the spec 'diagonal scale=1.0'; needed causal, lse,
-a layout of ['contiguous', 'zigzag', 'striped', 'fold'], a tensor of ['+bias',
-'+key_ranges', '+q_segment_ids', '+kv_segment_ids', '+seeds', '+sinks'], or a
-value of ['scale', 'softcap', 'dropout_p', 'first_head', 'last_head',
-'mask_key']: make the text by AttentionSpec""",
+attention: got 'diagonal' in the spec 'diagonal scale=1.0'; needed one of
+['causal', 'whole_keys', 'lse'], a layout of ['contiguous', 'zigzag', 'striped',
+'fold'], a tensor of ['+bias', '+key_ranges', '+q_segment_ids',
+'+kv_segment_ids', '+seeds', '+sinks'], or a value of ['scale', 'softcap',
+'dropout_p', 'first_head', 'last_head', 'mask_key']: make the text by
+AttentionSpec""",
     )
 
 

@@ -1,0 +1,1 @@
+"""Keys and values that every rank makes of something narrower."""
