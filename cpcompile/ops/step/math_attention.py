@@ -123,7 +123,8 @@ def _masked(
     own = scores.view(*rows, scores.shape[-1])
     if score_mod is None:
         if mask is not None:
-            own.add_(mask)
+            # Hidden ones that are NaN or inf, too: -inf added to these is NaN.
+            own.add_(mask).masked_fill_(mask == HIDDEN, HIDDEN)
         return scores
     own = score_mod.forward(own)
     if mask is not None:

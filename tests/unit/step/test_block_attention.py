@@ -182,6 +182,18 @@ def test_gradients_under_the_final_log_sum_exp_add_up(kernel, dtype):
     check(inputs, False, 0.25, got)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("seq", [8, 20])  # fewer than 16 keys are left to plain math
+def test_rows_that_do_not_see_a_key_are_finite_whatever_it_is(kernel, seq, value):
+    q, k, v, _ = make_inputs(AttentionCase(seq=seq))
+    expected, _ = block_attention(q, k, v, True, 0.25, kernel)
+    k[:, :, 5] = value
+    out, lse = block_attention(q, k, v, True, 0.25, kernel)
+    assert lse[:, :, :5].isfinite().all()
+    assert torch.equal(out[:, :, :5], expected[:, :, :5])
+    assert out[:, :, 5:].isnan().any()
+
+
 def test_the_operands_are_not_changed(kernel):
     inputs = make_inputs(AttentionCase(seq=20, value_dim=9))
     copies = [x.clone() for x in inputs]
