@@ -38,7 +38,8 @@ def math_forward(
     scores = _scores(q_BHRD, k_BGKD, scale, softcap)
     scores = _masked(scores, mask, (B, H, R), score_mod)
     lse = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - finite(lse)).exp()
+    # Not exp(scores - lse): of a large lse rounding leaves few digits of the weights.
+    weights = scores.softmax(-1).masked_fill_(lse == HIDDEN, 0)
     if dropout is not None:
         weights.view(B, H, R, -1).mul_(dropout)
     out = weights @ v_BGKE.to(scores.dtype)

@@ -26,7 +26,7 @@ from cpcompile.ops.comm.communication import all_gather_chunks, group_by_name
 from cpcompile.ops.step.attention_step import attention_step
 from cpcompile.ops.step.dropout import Dropout
 from cpcompile.ops.step.kernel_choice import call_kernel, masked_kernel
-from cpcompile.ops.step.math_attention import accumulation_dtype, finite
+from cpcompile.ops.step.math_attention import HIDDEN, accumulation_dtype
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import own_bias
 from cpcompile.ops.step.row_changes import RowModifiers
@@ -109,7 +109,8 @@ def _(
 def _merged(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge the parts [ranks, ...] to one softmax; Note [Merging two softmaxes]."""
     lse = lses.logsumexp(0)
-    weights = (lses - finite(lse)).exp().unsqueeze(-1)
+    # Not exp(lses - lse), as in math_forward.
+    weights = lses.softmax(0).masked_fill_(lses == HIDDEN, 0).unsqueeze(-1)
     # A part without keys is 0, whatever its weight; Inf * 0 of others would be NaN.
     weighted = torch.where(weights == 0, 0.0, outs * weights)
     return weighted.sum(0).to(dtype), lse

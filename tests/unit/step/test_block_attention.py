@@ -182,6 +182,18 @@ def test_gradients_under_the_final_log_sum_exp_add_up(kernel, dtype):
     check(inputs, False, 0.25, got)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seq", [8, 20])
+def test_weights_add_up_to_one_however_large_scores_are(kernel, seq, dtype):
+    q, k, v, _ = make_inputs(AttentionCase(dtype=dtype, seq=seq))
+    out, lse = block_attention(q * 100, k, torch.ones_like(v), True, 0.25, kernel)
+    assert lse.max() > 100  # of which rounding takes 60 eps and more
+    # Weights are rounded twice, their sum and the sum by which they are divided once
+    # for each key, and no partial sum is above 1.
+    limit = (2 * seq + 2) * torch.finfo(dtype).eps / 2
+    check_bounds([deviation("sums of weights", out, torch.ones_like(out), limit=limit)])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("seq", [8, 20])  # fewer than 16 keys are left to plain math
 def test_rows_that_do_not_see_a_key_are_finite_whatever_it_is(kernel, seq, value):
