@@ -39,6 +39,10 @@ AXES = {
     "dynamic": (False, True),
 }
 
+# No chunk of 48 or 37 tokens is as long: to Dynamo equal sizes are one symbol, and the
+# width of heads, which kernels fix, would fix the length, which is then compiled twice.
+HEAD_DIM = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
@@ -103,7 +107,7 @@ def run(case: AttentionCase, unroll: int, dynamic: bool) -> list[Ran]:
 )
 def test_unrolled_equals_looped(pools, values):
     dynamic = values.pop("dynamic")
-    case = AttentionCase(**values)
+    case = AttentionCase(head_dim=HEAD_DIM, **values)
     pool, ranks = pools[case.world], case.world
     unrolled = pool.run(run, case, 8, dynamic, timeout=120)
     looped = pool.run(run, case, 0, dynamic, timeout=120)
