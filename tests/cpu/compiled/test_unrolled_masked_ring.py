@@ -2,6 +2,12 @@
 
 Every message is proven to be hidden behind a step in the code of every rank. Numbers
 are float64, so that what differs from one process is rounding.
+
+The same steps run on the same values in the same order, but bits may differ: Inductor
+hands keys to unrolled steps in the memory order of the projection, [B, S, H, D], where
+the operator of a loop gets [B, H, S, D]. BLAS adds up the products of these in another
+order. No sum has a thousand summands, so that both differ from each other, too, by the
+bound for float64 of Note [Derived bounds] at most.
 """
 
 from __future__ import annotations
@@ -137,10 +143,10 @@ def test_unrolled_equals_looped(pools, make, length, world, layout):
     hops = min(hops, world - 1)
     unrolled = pools[world].run(*args, 8, timeout=140)
     looped = pools[world].run(*args, 0, timeout=140)
-    for (found, errors, messages), (other, _, none) in zip(
+    for (found, errors, messages), (other, other_errors, none) in zip(
         unrolled, looped, strict=True
     ):
-        check(errors)
+        check([*errors, *other_errors])
         assert messages == [hops, 2 * hops + 1]  # back home besides
         assert none == [0, 0]
-        assert all(torch.equal(found[name], other[name]) for name in found)
+        check(deviations(found, other))
