@@ -113,11 +113,13 @@ class Trial:
                     if self.backward:
                         problem = problem or backward_problem(fresh, result)
             except Exception as error:  # DTensor raises whatever its rules raise
-                if _takes_symbols_for_key(error, leaves):
-                    raise LengthNotSymbolic(f"{_name(call)}: {error}") from error
-                check_refusal(error, f"the trial of {_name(call)}")
+                by_symbols = _takes_symbols_for_key(error, leaves)
+                if not by_symbols:
+                    check_refusal(error, f"the trial of {_name(call)}")
                 problem = f"{type(error).__name__}: {first_line(error)}"
-                if self.symbolic and self._works_without_symbols(call, args, kwargs):
+                if self.symbolic and (
+                    by_symbols or self._works_without_symbols(call, args, kwargs)
+                ):
                     raise LengthNotSymbolic(f"{_name(call)}: {problem}") from error
                 return None, problem
         after = [_version(x) for x in leaves]

@@ -248,11 +248,8 @@ def run_logged(name: str, lengths) -> tuple[list[tuple], list[str]]:
     return found, [text for text in records if "one sequence length" in text]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["InPlace", "shifted", pytest.param("ModuleEncoder", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow(but=["InPlace"])
+@pytest.mark.parametrize("name", ["InPlace", "shifted", "ModuleEncoder"])
 def test_programs_around_attention(pools, name):
     """Of InPlace some calls run on gathered tensors, whatever the sizes are."""
     for found, texts in pools[2].run(run_logged, name, (64, 32, 96), timeout=90):
