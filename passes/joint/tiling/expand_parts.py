@@ -35,7 +35,10 @@ def expand_parts(graph: fx.Graph) -> None:
         own = (1,) * (len(sizes) - value_of(number).dim()) + value_of(number).shape
         if own[dim] != 1:
             continue
-        for part in list(split.users):
+        parts = list(split.users)
+        if any(isinstance(value_of(x).shape[dim], torch.SymInt) for x in parts):
+            continue  # no node has that size, and tiles are of no symbolic size
+        for part in parts:
             part_sizes = [*sizes[:dim], value_of(part).shape[dim], *sizes[dim + 1 :]]
             with graph.inserting_before(part):
                 args = (number, part_sizes)

@@ -248,7 +248,7 @@ def run_logged(name: str, lengths) -> tuple[list[tuple], list[str]]:
     return found, [text for text in records if "one sequence length" in text]
 
 
-@pytest.mark.slow(but=["InPlace"])
+@pytest.mark.slow(but=["InPlace", "shifted"])
 @pytest.mark.parametrize("name", ["InPlace", "shifted", "ModuleEncoder"])
 def test_programs_around_attention(pools, name):
     """Of InPlace some calls run on gathered tensors, whatever the sizes are."""
