@@ -33,7 +33,7 @@ from tests.models.case import Case
 from tests.models.families.decoders import loop_over_experts
 from tests.models.setting import Setting
 from tests.models.steps import make_model, run_steps
-from tests.models.zoo import CASES
+from tests.models.zoo import case_of
 
 
 class Verdict(Enum):
@@ -59,6 +59,7 @@ class RankRun:
     calls: (path, strategy and layout, or None and why not) of all attention calls.
     mixers: the strategy of every mixer, a call or several that are one region.
     mistakes: of ours, for which there was a fallback.
+    work: of all ranks over that of one device, in a step; 0 if nothing was counted.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class RankRun:
     distributed: int = 0
     seconds: float = 0.0
     mistakes: int = 0
+    work: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Outcome:
     graphs: int = 0
     distributed: int = 0
     seconds: float = 0.0
+    work: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; the setting only as far as it differs from the default."""
@@ -98,6 +101,8 @@ class Outcome:
         fields |= {"setting": self.setting.as_json(), "verdict": self.verdict.value}
         fields["error"] = float(f"{self.error:.1e}")
         fields["seconds"] = round(self.seconds, 1)
+        if self.work:
+            fields["work"] = round(self.work, 2)
         return fields
 
     @classmethod
@@ -111,7 +116,7 @@ class Outcome:
 @functools.lru_cache(maxsize=4)
 def reference(name: str, setting: Setting) -> tuple[dict[str, Tensor], ...]:
     """The steps on one process: in float64, in float32, and so by plain attention."""
-    case = CASES[name]
+    case = case_of(name)
     model = make_model(case)
     exact, again = copy.deepcopy(model).double(), copy.deepcopy(model)
     if case.in_double is not None:
@@ -149,8 +154,8 @@ def by_inductor(name: str, setting: Setting) -> dict[str, Tensor]:
     Its sine of a large number is less exact than that of aten.
     """
     torch._dynamo.reset()
-    model = make_model(CASES[name])
-    return run_steps(CASES[name], setting, model, torch.compile(model))
+    model = make_model(case_of(name))
+    return run_steps(case_of(name), setting, model, torch.compile(model))
 
 
 def judge(name: str, setting: Setting, runs: list[RankRun]) -> Outcome:
@@ -204,6 +209,7 @@ def _facts(name: str, setting: Setting, run: RankRun) -> functools.partial[Outco
         graphs=run.graphs,
         distributed=run.distributed,
         seconds=run.seconds,
+        work=run.work,
     )
 
 

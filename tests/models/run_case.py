@@ -16,13 +16,14 @@ from torch._dynamo.utils import counters
 import cpcompile as cp
 from cpcompile import errors, refusals
 from cpcompile.logs import warn_once
+from cpcompile.reporting.account_lines import work_ratio
 from cpcompile.reporting.graph_report import GraphReport, recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.workers import Pool, Pools, ProcessFailedError, ProcessTimeoutError
 from tests.models.outcome import Outcome, RankRun, Verdict, judge
 from tests.models.setting import Setting
 from tests.models.steps import calls, make_model, run_steps
-from tests.models.zoo import CASES
+from tests.models.zoo import case_of
 
 TIMEOUT_SECONDS = 300.0
 
@@ -35,11 +36,13 @@ _SHIFTED_LABELS = ("<top level>", "pad")  # in the loss of transformers: no mixe
 _FOLDER = re.compile(r"/[^\s:]*/(?=[^/\s:]+\.py\b)")  # of a file that a text names
 
 
-def run_case(pools: Pools, name: str, setting: Setting) -> Outcome:
+def run_case(
+    pools: Pools, name: str, setting: Setting, timeout: float = TIMEOUT_SECONDS
+) -> Outcome:
     """Run on fresh or kept processes; never raises for what the case does."""
     pool: Pool = pools[setting.world]
     try:
-        runs = pool.run(run_on_rank, name, setting, timeout=TIMEOUT_SECONDS)
+        runs = pool.run(run_on_rank, name, setting, timeout=timeout)
     except (ProcessFailedError, ProcessTimeoutError) as error:
         text = str(error).strip().splitlines()
         return Outcome(
@@ -55,7 +58,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
     torch._dynamo.reset()
     warn_once.cache_clear()
     counters["cpcompile"][refusals.COUNTER] = 0
-    case = CASES[name]
+    case = case_of(name)
     model = make_model(case)
     options = setting.options() | {"mesh": sequence_mesh(setting.world)}
     if setting.annotated:
@@ -84,6 +87,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
     once: list[GraphReport] = [
         next(r for r in reports if id(r) == number) for number in graphs
     ]
+    accounts = [account for report in once for account in report.accounts]
     return RankRun(
         values=values,
         calls=tuple(
@@ -105,6 +109,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
         graphs=len(once),
         distributed=sum(report.distributed_calls for report in once),
         seconds=seconds,
+        work=work_ratio(accounts) if accounts else 0.0,
         mistakes=counters["cpcompile"][refusals.COUNTER],
     )
 

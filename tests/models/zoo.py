@@ -11,6 +11,7 @@ from tests.models.families import (
     sequence_mixers,
     torch_modules,
 )
+from tests.models.families.automatic import PREFIX, automatic_case
 
 FAMILIES = {
     "decoders": decoders.CASES,
@@ -26,3 +27,8 @@ FAMILIES = {
 CASES: dict[str, Case] = {
     case.name: case for family in FAMILIES.values() for case in family
 }
+
+
+def case_of(name: str) -> Case:
+    """The case of that name, of the table or made automatically."""
+    return automatic_case(name) if name.startswith(PREFIX) else CASES[name]

@@ -88,14 +88,19 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
             ctx.findings.plans[call] = ctx.findings.contiguous_plans[call] = plan
             log.debug("attention at %s: %s", call.path, plan)
     ctx.findings.balanced_plans = _best_layout(ctx, question, decide)
-    for call, balanced in ctx.findings.balanced_plans.items():
+    for call, balanced in list(ctx.findings.balanced_plans.items()):
         contiguous = ctx.findings.contiguous_plans[call]
-        plan = ctx.findings.plans[call] = _better(contiguous, balanced, ctx)
+        plan = _better(contiguous, balanced, ctx)
         if call in ctx.findings.key_sources:
-            # What makes the keys is written for either layout.
+            # What makes the keys is written once, for either layout.
             of_latents = plan.strategy is Strategy.LATENTS
-            ctx.findings.contiguous_plans[call] = _only(contiguous, of_latents)
-            ctx.findings.balanced_plans[call] = _only(balanced, of_latents)
+            both = _only(contiguous, of_latents), _only(balanced, of_latents)
+            if both[0] is None or both[1] is None:
+                del ctx.findings.balanced_plans[call]
+                continue
+            ctx.findings.contiguous_plans[call] = both[0]
+            ctx.findings.balanced_plans[call] = both[1]
+        ctx.findings.plans[call] = plan
     for call, plan in ctx.findings.plans.items():
         # Whether another layout is better for other lengths is not guarded.
         guard_plan(call, plan, ctx, functools.partial(decide, layout=plan.layout))
@@ -116,14 +121,13 @@ def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
     return replace(contiguous, chosen=chosen, candidates=candidates)
 
 
-def _only(plan: Plan, of_latents: bool) -> Plan:
-    """Return a plan whose choice is that of keys made of latents, or is not."""
-    chosen = next(
-        c
-        for c in plan.candidates
-        if c.excluded is None and (c.strategy is Strategy.LATENTS) == of_latents
-    )
-    return replace(plan, chosen=chosen)
+def _only(plan: Plan, of_latents: bool) -> Plan | None:
+    """Return a plan that makes keys of latents, or does not; None if none does."""
+    possible = (c for c in plan.candidates if c.excluded is None)
+    for candidate in possible:
+        if (candidate.strategy is Strategy.LATENTS) == of_latents:
+            return replace(plan, chosen=candidate)
+    return None
 
 
 def _best_layout(

@@ -80,9 +80,11 @@ class _Makers:
 
     dims: their values, with the dimension that has the tokens.
     readers: of each value those of them that read it; the attention is one, too.
+    written: memory to which calls write. What lies there can be read in its place only.
     """
 
     call: AttentionCall
+    written: set[int | None]
     dims: dict[fx.Node, int] = field(default_factory=dict)
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
@@ -129,6 +131,8 @@ class _Makers:
 
     def cheapest(self, prices: LatentPrices) -> set[fx.Node]:
         """Return the calls that are made for all tokens on every rank."""
+        import networkx  # type: ignore[import-untyped]  # slow to import; has no types
+
         cut, tokens = LayoutCut(), self.call.k_shape[-2]
         cut.add(self.call.node, None, 0.0)
         made = {reader for x in self.readers.values() for reader in x}
@@ -137,10 +141,19 @@ class _Makers:
             seconds = (flops * prices.flop + moved * prices.moved) / tokens
             cut.add(node, 0.0, seconds if node in made else None)
             price = None
-            if isinstance(fake_value(node), Tensor):
+            if self.can_be_gathered(node):
                 price = prices.value + _bytes(node) / tokens * prices.byte
             cut.feed(node, self.readers[node], (node, "value"), price)
-        return self.dims.keys() & cut.solve()
+        try:
+            return self.dims.keys() & cut.solve()
+        except networkx.NetworkXUnbounded:
+            return set()  # something on the way can neither be gathered nor made again
+
+    def can_be_gathered(self, node: fx.Node) -> bool:
+        """Tell whether a value is one tensor, and the same wherever it is read."""
+        return isinstance(fake_value(node), Tensor) and (
+            storage(node) not in self.written
+        )
 
     def narrow(self, chosen: set[fx.Node]) -> KeySources | None:
         """Return what is gathered for the chosen calls; None if it is not narrow."""
@@ -155,6 +168,8 @@ class _Makers:
         flops, moved = (math.fsum(x) for x in zip((0.0, 0.0), *work, strict=True))
         limit = NARROW * self.whole
         if size > limit or (size == limit and flops):
+            return None
+        if not all(map(self.can_be_gathered, gathered)):
             return None
         sizes = Latents(len(gathered), size / tokens, flops / tokens, moved / tokens)
         return KeySources(gathered, chosen, size / self.whole, sizes)
@@ -199,7 +214,7 @@ class _Sources:
 
     def _makers(self, call: AttentionCall) -> _Makers | None:
         """Return the calls that make k and v; None if tokens are in two dimensions."""
-        makers = _Makers(call)
+        makers = _Makers(call, self.written)
         waiting = deque(
             (x, fake_value(x).ndim - 2, call.node) for x in (call.k, call.v)
         )

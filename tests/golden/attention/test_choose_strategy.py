@@ -135,6 +135,7 @@ def test_the_workload_is_that_of_all_ranks(mesh):
         "hybrid_rings": (),
         "bias_bytes": 0,
         "whole_mask_bytes": 0,
+        "latents": None,
     }
 
 

@@ -177,3 +177,18 @@ def test_heads_are_not_taken_for_tokens(mesh):
     """As many tokens as heads."""
     ((gathered, _),) = sources(Latent(), mesh, torch.zeros(2, HEADS, WIDTH))
     assert gathered == [(2, HEADS, LATENT + ROPE)]
+
+
+def test_memory_that_is_written_is_read_in_its_place(mesh):
+    """Both k and v are what a call writes into, before they are attended to."""
+
+    def forward(x):
+        kept = up(x, 16).clone()
+        base = kept[..., :4]
+        kept[:, :3] = x[:, :3].repeat(1, 1, 2)
+        k = heads(kept, 2)
+        q = heads(up(x, 16), 2)
+        y = F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+        return y + base.sum()
+
+    assert sources(forward, mesh, torch.zeros(2, TOKENS, 8)) == []

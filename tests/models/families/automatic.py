@@ -1,0 +1,232 @@
+"""Every family of transformers, in the smallest configuration that its class accepts.
+
+A configuration is made from the names of its fields alone: what is called hidden_size
+is 64 in all of them. All types of layers are there, each once. Nothing is written for
+one family but what its class asks for by name.
+
+A case is called "automatic/<kind>/<family>"; see KINDS.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+import torch.nn as nn
+import transformers
+from transformers.models.auto import configuration_auto, modeling_auto
+
+from tests.models.case import Case, random_ids, without_dropout
+from tests.models.families.decoders import loop_over_experts
+from tests.models.torchvision_schemas import define_schemas
+
+PREFIX = "automatic/"
+KINDS = {
+    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+}
+VOCABULARY, WIDTH, HEADS, INNER, HEAD_DIM, POSITIONS = 211, 64, 4, 96, 16, 256
+LARGEST = 30_000_000  # parameters; more are no small configuration
+LENGTHS = (37, 64)
+_ATTEMPTS = 6
+
+_SAME = {
+    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input"),
+    WIDTH: (
+        *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size"),
+        *("word_embed_proj_dim", "encoder_hidden_size", "hidden_dim", "model_dim"),
+        "lru_width",
+    ),
+    HEADS: (
+        *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+        *("encoder_attention_heads", "decoder_attention_heads"),
+        *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        *("linear_num_value_heads", "linear_conv_kernel_dim"),
+    ),
+    2: (
+        *("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"),
+        *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+        *("n_group", "index_n_heads", "o_groups", "linear_num_key_heads"),
+        *("type_vocab_size", "altup_num_inputs", "mamba_expand", "expert_layer_period"),
+    ),
+    1: (
+        *("topk_group", "n_shared_experts", "num_shared_experts", "n_groups"),
+        *("mamba_n_groups", "max_window_layers", "first_k_dense_replace"),
+    ),
+    0: ("num_kv_shared_layers", "num_nextn_predict_layers"),
+    INNER: (
+        *("intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "ff_dim"),
+        *("decoder_ffn_dim", "d_ff", "inner_dim", "ffn_hidden_size"),
+    ),
+    32: (
+        *("moe_intermediate_size", "shared_expert_intermediate_size"),
+        *("expert_ffn_hidden_size", "moe_ffn_hidden_size"),
+    ),
+    HEAD_DIM: (
+        *("head_dim", "d_kv", "attention_head_dim", "global_head_dim", "v_head_dim"),
+        *("kv_lora_rank", "qk_nope_head_dim", "index_head_dim", "o_lora_rank"),
+        *("mamba_d_head", "mamba_d_state", "mamba_chunk_size", "mamba_head_dim"),
+        *("chunk_size", "linear_key_head_dim", "linear_value_head_dim", "block_size"),
+        *("hidden_size_per_layer_input", "attention_chunk_size"),
+    ),
+    24: ("q_lora_rank", "qk_head_dim"),
+    12: ("index_topk",),
+    8: (
+        *("qk_rope_head_dim", "rotary_dim", "state_size", "ssm_state_size"),
+        *("mamba_n_heads", "mamba_num_heads", "num_buckets", "laurel_rank"),
+        *("sliding_window", "local_attention", "attention_window"),
+    ),
+    3: ("conv_L_cache",),
+    POSITIONS: (
+        *("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"),
+        *("max_seq_len", "seq_length", "max_source_positions", "max_target_positions"),
+    ),
+}
+_SIZES: dict[str, Any] = {name: n for n, names in _SAME.items() for name in names}
+_SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SIZES |= {"decoder_start_token_id": 1}
+_LAYERS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
+    *("decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+)
+
+
+class NoConfigurationError(Exception):
+    """A family that these sizes do not fit, or whose classes do not say theirs."""
+
+
+def families(kind: str) -> list[str]:
+    """Names of the families of a kind that the installed transformers has."""
+    return sorted(KINDS[kind])
+
+
+@functools.lru_cache(maxsize=8)
+def automatic_case(name: str) -> Case:
+    """The case of a family, of a name that begins with PREFIX.
+
+    Raises: NoConfigurationError.
+    """
+    kind, family = name.removeprefix(PREFIX).split("/")
+    define_schemas()
+    module = _model(kind, family)
+    has_experts = getattr(module, "_can_set_experts_implementation", lambda: False)()
+    return Case(
+        name=name,
+        library="transformers",
+        model=functools.partial(_model, kind, family),
+        inputs=functools.partial(_inputs, kind, module.config),
+        lengths=LENGTHS if kind != "images" else LENGTHS[:1],
+        in_double=loop_over_experts if has_experts else None,
+        always_labels=kind == "seq2seq",
+    )
+
+
+def _model(kind: str, family: str) -> nn.Module:
+    head = KINDS[kind][family]
+    head = head[0] if isinstance(head, tuple) else head
+    try:
+        model_class = getattr(transformers, head)
+        config_class = model_class.config_class
+        if not inspect.isclass(config_class):
+            names = configuration_auto.CONFIG_MAPPING_NAMES
+            config_class = getattr(transformers, names[family])
+        config = _configuration(config_class)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        if kind == "causal" and hasattr(config, "is_decoder"):
+            config.is_decoder = True
+        with torch.device("meta"):  # parts may have sizes of their own, of any size
+            count = sum(x.numel() for x in model_class(config).parameters())
+        if count > LARGEST:
+            raise NoConfigurationError(f"{count} parameters with the sizes of names")
+        torch.manual_seed(0)
+        model: nn.Module = model_class(config)
+    except NoConfigurationError:
+        raise
+    except Exception as error:  # whatever a class makes of sizes that it does not like
+        raise NoConfigurationError(f"{type(error).__name__}: {error}") from error
+    return model.train()
+
+
+def _configuration(config_class: Any) -> Any:
+    """Make the configuration; a field that the class refuses keeps its default."""
+    defaults = config_class().to_dict()
+    sizes = {
+        name: size
+        for name, size in _SIZES.items()
+        if isinstance(defaults.get(name), int | float) or name in _unset(defaults)
+    }
+    kinds = defaults.get("layer_types")
+    layers = 2
+    if isinstance(kinds, list | tuple) and kinds:
+        several = list(dict.fromkeys(kinds))
+        layers = max(2, len(several))
+        sizes["layer_types"] = (several * 2)[:layers]
+    sizes |= {name: layers for name in _LAYERS if isinstance(defaults.get(name), int)}
+    for name, value in defaults.items():
+        if name == "layer_types" or not name.endswith(("layer_types", "_layers")):
+            continue
+        if (
+            isinstance(value, list)
+            and len(value) > layers
+            and value[0] in _words(value)
+        ):
+            sizes[name] = (_words(value) * 2)[:layers]
+    if "kv_lora_rank" in defaults:  # latent attention has keys of every head
+        sizes["num_key_value_heads"] = HEADS
+    if "qk_rope_head_dim" in defaults and "head_dim" in sizes:
+        sizes["head_dim"] = _SIZES["qk_rope_head_dim"]
+    sizes |= _parts(config_class, defaults)
+    refused: list[str] = []
+    for _ in range(_ATTEMPTS):
+        given = {name: x for name, x in sizes.items() if name not in refused}
+        try:
+            config = without_dropout(config_class(**given))
+            break
+        except Exception as error:
+            named = [x for x in given if x in str(error)]
+            if not named:
+                raise
+            refused.append(named[0])
+    else:
+        raise NoConfigurationError(f"none of {refused} is accepted")
+    return config
+
+
+def _parts(config_class: Any, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Make the configurations of parts, such as text and images."""
+    parts = {}
+    for name, part_class in getattr(config_class, "sub_configs", {}).items():
+        kind = (defaults.get(name) or {}).get("model_type")
+        if part_class is transformers.AutoConfig:
+            part_class = configuration_auto.CONFIG_MAPPING.get(kind)
+        if part_class is not None and kind is not None:
+            parts[name] = _configuration(part_class)
+    return parts
+
+
+def _words(values: list[Any]) -> list[str]:
+    """Return the words of a list, each once."""
+    return [x for x in dict.fromkeys(values) if isinstance(x, str)]
+
+
+def _unset(defaults: dict[str, Any]) -> list[str]:
+    """Fields that a family has without a number, and needs one of."""
+    names = ("num_key_value_heads", "head_dim")
+    return [name for name in names if name in defaults and defaults[name] is None]
+
+
+def _inputs(kind: str, config: Any, length: int) -> dict[str, Any]:
+    if kind == "images":
+        size = getattr(config, "image_size", 32)
+        size = size if isinstance(size, int) else size[0]
+        channels = getattr(config, "num_channels", 3)
+        images = torch.randn(2, channels, size, size)
+        return {"pixel_values": images, "labels": torch.tensor([0, 1])}
+    ids = random_ids(length)
+    labels = random_ids(length - 8) if kind == "seq2seq" else ids.clone()
+    return {"input_ids": ids, "labels": labels}

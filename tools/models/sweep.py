@@ -1,0 +1,230 @@
+"""Run every family of transformers, in its smallest configuration, on two CPU ranks.
+
+A training step of each is compared with one process, as the cases of the table of
+compatibility are; see tests/models/families/automatic.py for how configurations are
+made. What torch alone cannot run or compile is told apart. Prints a line per family as
+it goes; --write records each at once, so that a run that is cut off goes on with the
+families that have no record (--again runs all).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from tests.cpu.workers import Pools, ProcessFailedError, ProcessTimeoutError
+from tests.models.families.automatic import (
+    KINDS,
+    PREFIX,
+    NoConfigurationError,
+    automatic_case,
+    families,
+)
+from tests.models.outcome import Verdict, reference
+from tests.models.run_case import run_case, short
+from tests.models.setting import Setting
+from tests.models.steps import make_model, run_steps
+from tools.results import RESULTS, ROOT, markdown_table, note_load, replace, setup
+
+PAGE = ROOT / "docs" / "families.md"
+RECORD = RESULTS / "families.json"
+SECONDS = 150.0  # for one family
+NO_CONFIGURATION, NO_TORCH = "no configuration", "not by torch"
+_EVERY = 40  # families, after which processes are started anew
+_LEAST_WORK = 1.2  # of all ranks over one device's, up to which it is shared out
+
+
+def main(arguments: list[str]) -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.models sweep", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument(
+        "--families", nargs="*", metavar="NAME", help="whole names or their beginnings"
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each")
+    parser.add_argument("--minutes", type=float, default=None, help="for all of them")
+    parser.add_argument("--again", action="store_true", help="what has a record, too")
+    parser.add_argument("--write", action="store_true", help="write docs/")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = {row["case"]: row for row in record().get("runs", ())}
+    names = [
+        f"{PREFIX}{kind}/{family}"
+        for kind in options.kinds
+        for family in families(kind)
+        if not options.families or any(family.startswith(x) for x in options.families)
+    ]
+    if not options.again:
+        names = [name for name in names if name not in rows]
+    about = setup(transformers=version("transformers"))
+    pools, started = Pools(), time.monotonic()
+    found = []
+    try:
+        for number, name in enumerate(names, 1):
+            if options.minutes and time.monotonic() - started > 60 * options.minutes:
+                break
+            row = rows[name] = tried(pools, name, options.seconds)
+            found.append(row)
+            _show(number, len(names), row)
+            if options.write:
+                write(rows, about)
+            if number % _EVERY == 0:
+                pools.close()
+    finally:
+        pools.close()
+    print(_counts(found))
+    bugs = (Verdict.WRONG.value, Verdict.CRASH.value)
+    return int(any(row["verdict"] in bugs for row in found))
+
+
+def tried(pools: Pools, name: str, seconds: float) -> dict[str, Any]:
+    """Run one family; return what came of it, as the record has it."""
+    try:
+        automatic_case(name)
+    except NoConfigurationError as error:
+        return {"case": name, "verdict": NO_CONFIGURATION, "text": short(str(error))}
+    try:
+        reference(name, Setting())
+    except Exception as error:  # whatever a model raises on one process
+        text = short(f"{type(error).__name__}: {error}")
+        return {"case": name, "verdict": NO_TORCH, "text": f"one process: {text}"}
+    outcome = run_case(pools, name, Setting(annotated=False), seconds)
+    row = outcome.as_json()
+    if outcome.verdict in (Verdict.REFUSED, Verdict.CRASH):
+        problem = _without_us(pools, name, seconds)
+        if problem is not None:
+            return {"case": name, "verdict": NO_TORCH, "text": problem}
+    del row["setting"]
+    return row
+
+
+def _without_us(pools: Pools, name: str, seconds: float) -> str | None:
+    """Return what fails where torch compiles the model alone, or None."""
+    try:
+        (text,) = pools[1].run(compile_alone, name, timeout=seconds)
+    except (ProcessFailedError, ProcessTimeoutError) as error:
+        pools.close()
+        return f"aot_eager: {short(str(error).strip().splitlines()[-1])}"
+    return None if text is None else f"aot_eager: {text}"
+
+
+def compile_alone(name: str) -> str | None:
+    """Train the model by torch.compile's aot_eager; return an error as a text."""
+    torch._dynamo.reset()
+    case = automatic_case(name)
+    model = make_model(case)
+    try:
+        step = torch.compile(model, backend="aot_eager")
+        run_steps(case, Setting(), model, step)
+    except Exception as error:  # whatever torch raises
+        return short(f"{type(error).__name__}: {error}")[:400]
+    return None
+
+
+def _show(number: int, total: int, row: dict[str, Any]) -> None:
+    attention = f"{row.get('sharded', 0)}/{row.get('attention', 0)} attention"
+    print(
+        f"{number:4}/{total} {row['case'].removeprefix(PREFIX):34} "
+        f"{row['verdict']:16} {row.get('error', 0.0):8.1e}  {attention}  "
+        f"work {row.get('work', 0.0):4.2f}  {len(row.get('warnings', ()))} warnings",
+        flush=True,
+    )
+    if row.get("text"):
+        print(f"          {row['text'][:400]}", flush=True)
+
+
+def record() -> dict[str, Any]:
+    """Read what was recorded; return {} before the first run."""
+    known: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return known
+
+
+def write(rows: dict[str, dict[str, Any]], about: dict[str, Any]) -> None:
+    """Write the record and the page."""
+    note_load(about)
+    runs = [rows[name] for name in sorted(rows)]
+    lines = ",\n  ".join(json.dumps(row) for row in runs)
+    replace(RECORD, f'{{"setup": {json.dumps(about)},\n "runs": [\n  {lines}\n ]}}\n')
+    replace(PAGE, markdown({"setup": about, "runs": runs}))
+
+
+_INTRODUCTION = """\
+# Families of transformers
+
+Every family that the installed transformers has for a task, in the smallest
+configuration that can be made from the names of its fields
+(`tests/models/families/automatic.py`): one training step on 2 CPU ranks with only
+`options={{"mesh": mesh}}`, compared with one process as in
+[compatibility](compatibility.md). Written by
+`tools/in_venv python -m tools.models sweep --write`: torch {torch}, transformers
+{transformers}, {processor}, {date}.
+
+- exact: every result and gradient equals one process. refused: cpcompile says that it
+  cannot, and why. wrong, crash: bugs.
+- shared: the exact ones in which all ranks together do at most {least} times the work
+  of one device.
+- not by torch: the model does not run on one process with these sizes, or
+  `backend="aot_eager"` alone fails.
+- no configuration: the sizes do not fit, or the class makes parts of other sizes.
+"""
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return the whole page as Markdown."""
+    rows, about = found["runs"], found["setup"]
+    lines = _INTRODUCTION.format(least=_LEAST_WORK, **about).splitlines()
+    verdicts = [*(v.value for v in Verdict), NO_TORCH, NO_CONFIGURATION]
+    table = []
+    for kind, every in KINDS.items():
+        of_kind = [x for x in rows if x["case"].startswith(f"{PREFIX}{kind}/")]
+        counts = Counter(x["verdict"] for x in of_kind)
+        shared = sum(
+            x["verdict"] == Verdict.EXACT.value and x.get("work", 0.0) <= _LEAST_WORK
+            for x in of_kind
+        )
+        cells = [str(counts[v]) for v in verdicts]
+        tried_of_all = f"{len(of_kind)}/{len(every)}"
+        table.append([kind, tried_of_all, cells[0], str(shared), *cells[1:]])
+    header = ["kind", "tried", verdicts[0], "shared", *verdicts[1:]]
+    lines += ["", *markdown_table(header, table)]
+    for title, chosen in (
+        ("Not exact", (Verdict.REFUSED, Verdict.WRONG, Verdict.CRASH)),
+        ("Not by torch", (NO_TORCH,)),
+        ("No configuration", (NO_CONFIGURATION,)),
+    ):
+        words = [getattr(v, "value", v) for v in chosen]
+        listed = [x for x in rows if x["verdict"] in words]
+        if listed:
+            lines += ["", f"## {title}", ""]
+            lines += [f"- {_named(x)}: {_escaped(x.get('text', ''))}" for x in listed]
+    much = [x for x in rows if x.get("work", 0.0) > _LEAST_WORK]
+    if much:
+        lines += ["", "## Work that is repeated", ""]
+        lines += [f"- {_named(x)}: {x['work']:.2f} times one device's" for x in much]
+    return "\n".join([*lines, ""])
+
+
+def _named(row: dict[str, Any]) -> str:
+    return f"{row['case'].removeprefix(PREFIX)} ({row['verdict']})"
+
+
+def _escaped(text: str) -> str:
+    return text[:300].replace("<", "\\<").replace("|", "\\|").replace("*", "\\*")
+
+
+def _counts(found: list[dict[str, Any]]) -> str:
+    counts = Counter(row["verdict"] for row in found)
+    return f"{len(found)} families: " + ", ".join(f"{n} {v}" for v, n in counts.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
