@@ -274,3 +274,19 @@ def cp_functional(base: Tensor, target: Callee, /, *args: Any, **kwargs: Any) ->
     copy = base.clone()
     target(copy, *args, **kwargs)
     return copy
+
+
+def cp_write_everywhere(
+    x: DTensor, target: Callee, /, *args: Any, **kwargs: Any
+) -> DTensor:
+    """Call `target`, which works in place, on what every rank has of `x`.
+
+    Each rank writes all of it, as one device would: a parameter under no_grad.
+    """
+
+    def whole(y: DTensor) -> Tensor:
+        return y.full_tensor()
+
+    args, kwargs = pytree.tree_map_only(DTensor, whole, (args, kwargs))
+    target(x._local_tensor, *args, **kwargs)
+    return x

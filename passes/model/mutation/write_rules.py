@@ -17,6 +17,7 @@ from cpcompile.torch_private import pytree
 
 from ...flow.trial import WritesArguments
 from ...graph.calls import spelled
+from ...graph.context import InputKind
 from ...graph.effects import result_is_argument, written_by
 from ...graph.held import Callee
 from ...graph.new_call import NewCall, with_inputs
@@ -31,7 +32,12 @@ from ...placement.decisions import (
     Write,
 )
 from ...placement.graph_values import GraphValues
-from ...placement.placement_calls import cp_functional, cp_gather, cp_replicate
+from ...placement.placement_calls import (
+    cp_functional,
+    cp_gather,
+    cp_replicate,
+    cp_write_everywhere,
+)
 from ..moves.move_rules import assigned_tokens
 from .kept_writes import is_kept, kept_write
 from .local_writes import ViewStep, local_write
@@ -66,6 +72,10 @@ def in_place(graph_values: GraphValues, node: fx.Node) -> Decision:
         return Plain(_on_gathered(graph_values, node))
     if is_kept(graph_values, base):
         return kept_write(graph_values, node, base)
+    if _is_whole_parameter(graph_values, base):
+        function = Callee(graph_values.callable(node))
+        args = (base, function, *node.args[1:])
+        return Replace(NewCall(cp_write_everywhere, args, node.kwargs))
     _refuse_aliases(graph_values, node, base)
     if node.target is write_rows_:
         return _or_fallback(
@@ -156,6 +166,20 @@ def _is_memory_of_caller(graph_values: GraphValues, base: fx.Node) -> bool:
     return memory is not None and memory in {
         graph_values.storages.get(x) for x in inputs
     }
+
+
+def _is_whole_parameter(graph_values: GraphValues, base: fx.Node) -> bool:
+    """Tell whether a DTensor lies in a plain parameter, of which all ranks have all."""
+    value = graph_values.values[base]
+    if graph_values.is_joint(value) or not isinstance(value, DTensor):
+        return False
+    memory = graph_values.storages.get(base)
+    inputs = graph_values.ctx.inputs.items()
+    return all(p.is_replicate() for p in value.placements) and memory in {
+        graph_values.storages.get(x)
+        for x, graph_input in inputs
+        if graph_input.kind is InputKind.PARAMETER
+    } - {None}
 
 
 def _on_gathered(graph_values: GraphValues, node: fx.Node) -> NewCall:

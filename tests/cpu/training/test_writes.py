@@ -1,5 +1,7 @@
 """Random programs that write in place between two attention calls equal one process."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
@@ -275,3 +277,45 @@ def test_writes_stay_where_other_results_are_not_made(pools):
         for values in found.values():
             for name, x in wanted.items():
                 torch.testing.assert_close(values[name], x, rtol=1e-10, atol=1e-10)
+
+
+class WritesParameters(nn.Module):
+    """It keeps its own weights in bounds, as Gemma 3n does, and lets others decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH)
+        self.head = nn.Linear(WIDTH, 50)
+
+    def forward(self, tokens):
+        if self.training:
+            self.head.weight.data.clamp_(-0.1, 0.1)
+            with torch.no_grad():
+                self.embedding.weight.mul_(0.9)
+                self.head.bias.copy_(self.head.bias * 0.5)
+        logits = self.head(attend(self.embedding(tokens)))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def run_steps_that_write(seq: int):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = WritesParameters().double()
+    alone = copy.deepcopy(model)
+    options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="cp", options=options)
+    for call, module in ((compiled, model), (alone, alone)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for number in range(3):
+            tokens = torch.arange(2 * seq).reshape(2, seq) * (number + 1) % 50
+            optimizer.zero_grad()
+            call(tokens).backward()
+            optimizer.step()
+    return [dict(x.state_dict()) for x in (model, alone)]
+
+
+@pytest.mark.parametrize("seq", [8, 9])
+def test_a_parameter_that_the_model_writes(pools, seq):
+    for found, wanted in pools[2].run(run_steps_that_write, seq):
+        for name, x in wanted.items():
+            torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12)
