@@ -142,6 +142,8 @@ def regrouped(
 ) -> TokenAxis | None:
     """Return where tokens are after a view of `shape` as `new`; None if torn apart."""
     before = math.prod(shape[: axis.dim]) * axis.outer
+    if 0 in (before * n, *new):
+        return None  # nothing has no order
     product = 1
     for dim, size in enumerate(new):
         if size != 1 and before % product == 0 and (product * size) % (before * n) == 0:

@@ -87,9 +87,11 @@ def test_the_worst_rough_result_counts():
 def test_missing_and_additional_gradients():
     less = {name: x for name, x in PLAIN.items() if name != "grad weight"}
     assert compare(less, EXACT, PLAIN)[1] == ["grad weight is missing"]
-    more = PLAIN | {"grad other": torch.zeros(2)}
+    more = PLAIN | {"grad other": torch.tensor([0.0, 1.0])}
     text = "grad other is there, but not in one process"
     assert compare(more, EXACT, PLAIN)[1] == [text]
+    unused = PLAIN | {"grad other": torch.zeros(2)}
+    assert compare(unused, EXACT, PLAIN)[1] == []
 
 
 def test_another_shape_is_wrong():

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Partial
 
-from cpcompile.passes.flow.dim_maps import SUM
+from cpcompile.passes.flow.dim_maps import SUM, regrouped
 from cpcompile.passes.flow.dim_rules import dim_map
 from cpcompile.passes.flow.flow import UNKNOWN, Flows
 from cpcompile.passes.flow.shaped_calls import shaped_call
@@ -152,3 +152,12 @@ def test_a_tensor_that_would_be_cut_and_whole_is_not_cut():
     for dim in (0, 1):
         assert table.before(node, TokenAxis(dim), 6) is None
         assert table.after(node, {operand: TokenAxis(dim)}, 6) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "new"), [((2, 0, 6, 8), (2, 0, 48)), ((0, 6, 8), (0, 48)), ((6, 0), (0,))]
+)
+def test_a_view_of_nothing_says_nothing(shape, new):
+    """As where a sequence is too short for a single block of compressed keys."""
+    for dim in range(len(shape)):
+        assert regrouped(TokenAxis(dim), shape, new, max(shape[dim], 1)) is None
