@@ -30,16 +30,16 @@ KINDS = {
     "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
 VOCABULARY, WIDTH, HEADS, INNER, HEAD_DIM, POSITIONS = 211, 64, 4, 96, 16, 256
-LARGEST = 30_000_000  # parameters; more are no small configuration
+LARGEST = 40_000_000  # parameters; more are no small configuration
 LENGTHS = (37, 64)
 _ATTEMPTS = 6
 
 _SAME = {
-    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input"),
+    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "entity_vocab_size"),
     WIDTH: (
         *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size"),
         *("word_embed_proj_dim", "encoder_hidden_size", "hidden_dim", "model_dim"),
-        "lru_width",
+        *("lru_width", "emb_dim", "entity_emb_size"),
     ),
     HEADS: (
         *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
@@ -89,6 +89,7 @@ _SAME = {
 _SIZES: dict[str, Any] = {name: n for n, names in _SAME.items() for name in names}
 _SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SIZES |= {"decoder_start_token_id": 1}
+_UNSET = ("num_key_value_heads", "head_dim", "num_experts_per_tok")
 _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
     *("decoder_layers", "num_encoder_layers", "num_decoder_layers"),
@@ -126,6 +127,14 @@ def automatic_case(name: str) -> Case:
 
 
 def _model(kind: str, family: str) -> nn.Module:
+    """The model; fields without a number get one only if nothing else works."""
+    try:
+        return _with_sizes(kind, family, _UNSET)
+    except NoConfigurationError:
+        return _with_sizes(kind, family, tuple(_SIZES))
+
+
+def _with_sizes(kind: str, family: str, unset: tuple[str, ...]) -> nn.Module:
     head = KINDS[kind][family]
     head = head[0] if isinstance(head, tuple) else head
     try:
@@ -134,7 +143,7 @@ def _model(kind: str, family: str) -> nn.Module:
         if not inspect.isclass(config_class):
             names = configuration_auto.CONFIG_MAPPING_NAMES
             config_class = getattr(transformers, names[family])
-        config = _configuration(config_class)
+        config = _configuration(config_class, unset)
         if hasattr(config, "use_cache"):
             config.use_cache = False
         if kind == "causal" and hasattr(config, "is_decoder"):
@@ -152,14 +161,21 @@ def _model(kind: str, family: str) -> nn.Module:
     return model.train()
 
 
-def _configuration(config_class: Any) -> Any:
-    """Make the configuration; a field that the class refuses keeps its default."""
+def _configuration(config_class: Any, unset: tuple[str, ...]) -> Any:
+    """Make the configuration; a field that the class refuses keeps its default.
+
+    unset: fields that get a size although they have no number by default.
+    """
     defaults = config_class().to_dict()
     sizes = {
         name: size
         for name, size in _SIZES.items()
-        if isinstance(defaults.get(name), int | float) or name in _unset(defaults)
+        if isinstance(defaults.get(name), int | float)
+        or (name in unset and name in defaults and defaults[name] is None)
     }
+    if isinstance(defaults.get("num_heads"), list | tuple):  # of stages, widening
+        sizes.pop("embed_dim", None)
+        sizes.pop("hidden_size", None)
     kinds = defaults.get("layer_types")
     layers = 2
     if isinstance(kinds, list | tuple) and kinds:
@@ -180,7 +196,7 @@ def _configuration(config_class: Any) -> Any:
         sizes["num_key_value_heads"] = HEADS
     if "qk_rope_head_dim" in defaults and "head_dim" in sizes:
         sizes["head_dim"] = _SIZES["qk_rope_head_dim"]
-    sizes |= _parts(config_class, defaults)
+    sizes |= _parts(config_class, defaults, unset)
     refused: list[str] = []
     for _ in range(_ATTEMPTS):
         given = {name: x for name, x in sizes.items() if name not in refused}
@@ -197,7 +213,9 @@ def _configuration(config_class: Any) -> Any:
     return config
 
 
-def _parts(config_class: Any, defaults: dict[str, Any]) -> dict[str, Any]:
+def _parts(
+    config_class: Any, defaults: dict[str, Any], unset: tuple[str, ...]
+) -> dict[str, Any]:
     """Make the configurations of parts, such as text and images."""
     parts = {}
     for name, part_class in getattr(config_class, "sub_configs", {}).items():
@@ -205,19 +223,13 @@ def _parts(config_class: Any, defaults: dict[str, Any]) -> dict[str, Any]:
         if part_class is transformers.AutoConfig:
             part_class = configuration_auto.CONFIG_MAPPING.get(kind)
         if part_class is not None and kind is not None:
-            parts[name] = _configuration(part_class)
+            parts[name] = _configuration(part_class, unset)
     return parts
 
 
 def _words(values: list[Any]) -> list[str]:
     """Return the words of a list, each once."""
     return [x for x in dict.fromkeys(values) if isinstance(x, str)]
-
-
-def _unset(defaults: dict[str, Any]) -> list[str]:
-    """Fields that a family has without a number, and needs one of."""
-    names = ("num_key_value_heads", "head_dim")
-    return [name for name in names if name in defaults and defaults[name] is None]
 
 
 def _inputs(kind: str, config: Any, length: int) -> dict[str, Any]:
