@@ -224,6 +224,18 @@ def cp_mean(x: DTensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
     return torch.sum(summed, tuple(dims), keepdim, dtype=dtype) / count
 
 
+def cp_repeat(x: Tensor, repeats: tuple[int, ...], dim: int) -> Tensor:
+    """Compute x.repeat(repeats), which repeats `dim` as a view that DTensor can split.
+
+    x.repeat(4, 1)  ->  x.unsqueeze(0).expand(4, -1, -1).flatten(0, 1)
+    """
+    others = [*repeats[:dim], 1, *repeats[dim + 1 :]]
+    once = x if set(others) == {1} else x.repeat(others)
+    sizes = [-1] * (x.ndim + 1)
+    sizes[dim] = repeats[dim]
+    return once.unsqueeze(dim).expand(sizes).flatten(dim, dim + 1)
+
+
 def cp_dropout_mask(
     like: Tensor, p: float, order: tuple[int, ...] | None = None
 ) -> Tensor:

@@ -50,6 +50,7 @@ from ...placement.placement_calls import (
     cp_log_sigmoid,
     cp_mean,
     cp_mixed_in_parts,
+    cp_repeat,
     cp_replicate,
     cp_shard,
     cp_unreduced,
@@ -257,6 +258,19 @@ def view(known: GraphValues, node: fx.Node) -> Decision | None:
     return flattened_tokens(known, node) or window_view(known, node)
 
 
+def repeat(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Repeat tokens that ranks share out as a view: DTensor would gather them."""
+    arguments = canonical_call(node).arguments
+    x, repeats = arguments["input"], tuple(arguments["repeats"])
+    value = known.value(x)
+    if not isinstance(value, DTensor) or len(repeats) != value.ndim:
+        return None
+    placement = value.placements[known.ctx.axis]
+    if type(placement) is not Shard or repeats[placement.dim] == 1:
+        return None
+    return Propagate(NewCall(cp_repeat, (x, repeats, placement.dim)))
+
+
 def expand_as(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Keep a plain value, such as a mask, plain: only the other's shape is read."""
     arguments = canonical_call(node).arguments
@@ -324,5 +338,6 @@ RULES: dict[str, ShardingRule] = {
     **dict.fromkeys(("logsigmoid", "log_sigmoid"), log_sigmoid),
     "dropout": dropout,
     "unfold": unfold,
+    "repeat": repeat,
     "expand_as": expand_as,
 }
