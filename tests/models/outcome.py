@@ -226,7 +226,7 @@ def compare(
     # What is computed and not used has a gradient of zeros under torch.compile alone.
     more = [n for n in got.keys() - exact if not n.startswith("grad ") or got[n].any()]
     mistakes += [f"{n} is there, but not in one process" for n in more]
-    sizes = [x.abs().max().item() for n, x in exact.items() if n.startswith("grad ")]
+    sizes = [largest(x) for n, x in exact.items() if n.startswith("grad ")]
     most, worst, wrong = max(sizes, default=0.0), 0.0, []
     for name in exact.keys() & got.keys():
         value = exact[name]
