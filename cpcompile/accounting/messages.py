@@ -26,6 +26,7 @@ from cpcompile.ops.attention_spec import AttentionInputs, AttentionSpec
 from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.halo_exchange import tokens_received
+from cpcompile.ops.comm.head_exchange import HeadBlock
 from cpcompile.ops.comm.moved_tokens import plan
 from cpcompile.ops.comm.relayout import share
 from cpcompile.ops.step.kernel_choice import call_kernel
@@ -196,6 +197,23 @@ def _gathered_heads(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
     return _exchanged(arguments, places, ranks)
 
 
+def _in_groups(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+    """Count what a group of heads sends when its exchange starts."""
+    tensors = arguments["tensors"]
+    row = size_in_call(tensors[0].shape[0]) * sum(
+        block.split(ranks).kv_per_rank
+        * size_in_call(block.size)
+        * size_in_call(block.dim)
+        for block in HeadBlock.read(arguments["blocks"])
+    )
+    size = (ranks - 1) * row * tensors[0].dtype.itemsize
+    return [Sent(Kind.ALL_TO_ALL, 1, size)]
+
+
+def _finished(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+    return []
+
+
 def _exchanged(arguments: Arguments, heads: list[int], ranks: int) -> list[Sent]:
     """Count one row of the buffer from every other rank."""
     tensors, sizes = arguments["tensors"], arguments["sizes"]
@@ -303,6 +321,10 @@ _OPERATORS: dict[str, Callable[[Arguments, int, int], list[Sent]]] = {
     "split_kv_attention": _split_keys,
     "ulysses_scatter": _scattered_heads,
     "ulysses_gather": _gathered_heads,
+    "ulysses_scatter_start": _in_groups,
+    "ulysses_gather_start": _in_groups,
+    "ulysses_scatter_finish": _finished,
+    "ulysses_gather_finish": _finished,
     "moved_tokens": _moved,
     "moved_tokens_backward": _moved_back,
     "halo_exchange": _halo,

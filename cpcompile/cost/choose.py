@@ -22,6 +22,7 @@ from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SYMBOLS, numbers
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.degrees import CPDegrees
+from cpcompile.geometry.head_split import group_counts
 from cpcompile.geometry.layout import Layout
 
 BALANCED = (Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD)
@@ -102,14 +103,39 @@ def predict(
     memory_budget: float,
     mesh: CPDegrees | None = None,
 ) -> Candidate:
-    """Return `form` with its predicted cost on the slowest rank, or why it is out."""
-    strategy, degrees, layout = form.strategy, form.degrees, form.layout
+    """Return `form` with its predicted cost on the slowest rank, or why it is out.
+
+    Heads are exchanged in the fewest groups that the budget allows.
+    """
     workload = _not_empty(workload)
     reason = _why_excluded(form, workload, mesh)
     if reason is not None:
-        return Candidate(strategy, degrees, layout, excluded=reason)
-    evaluate = _compiled(strategy, layout, workload.causal, workload.direction)
-    values = numbers(workload, degrees, profile)
+        return replace(form, excluded=reason)
+    found = _predict(form, workload, profile, memory_budget)
+    ranks, grouped = form.degrees.ulysses, STRATEGIES[form.strategy].grouped
+    if found.excluded is None or grouped is None or ranks == 1:
+        return found
+    for count in group_counts(workload.heads, workload.kv_heads, ranks):
+        parts = replace(form, head_groups=count)
+        smaller = _predict(parts, workload, profile, memory_budget)
+        if (smaller.peak_extra_bytes or 0) < (found.peak_extra_bytes or 0):
+            found = smaller
+        if found.excluded is None:
+            break
+    return found
+
+
+def _predict(
+    form: Candidate,
+    workload: Workload,
+    profile: HardwareProfile,
+    memory_budget: float,
+) -> Candidate:
+    layout, grouped = form.layout, form.head_groups > 1
+    evaluate = _compiled(
+        form.strategy, layout, workload.causal, workload.direction, grouped
+    )
+    values = numbers(workload, form.degrees, profile, form.head_groups)
     seconds, exposed, transfer, wire, peak, kernels, moving, moved = evaluate(
         *(values[symbol] for symbol in SYMBOLS)
     )
@@ -118,15 +144,14 @@ def predict(
         seconds, exposed, transfer = (x + moving for x in (seconds, exposed, transfer))
         wire += moved
     peak += workload.whole_mask_bytes
+    reason = None
     if peak > memory_budget:
         reason = (
             f"needs {_mebibytes(peak)} of extra memory per rank, and the budget is "
             f"{_mebibytes(memory_budget)}"
         )
-    return Candidate(
-        strategy,
-        degrees,
-        layout,
+    return replace(
+        form,
         seconds=seconds,
         exposed_seconds=exposed,
         hidden_seconds=max(0.0, transfer - exposed),
@@ -256,13 +281,19 @@ def _why_nothing(
 
 @cache
 def _compiled(
-    strategy: Strategy, layout: Layout, causal: bool, direction: Direction
+    strategy: Strategy,
+    layout: Layout,
+    causal: bool,
+    direction: Direction,
+    grouped: bool,
 ) -> _Predictions:
     """Compile the fields of PassCost, then those of relayout_cost, for SYMBOLS."""
-    cost = STRATEGIES[strategy].cost(causal, layout, direction is Direction.BACKWARD)
+    row = STRATEGIES[strategy]
+    cost_of = row.cost if row.grouped is None or not grouped else row.grouped
+    cost = cost_of(causal, layout, direction is Direction.BACKWARD)
     relayout = relayout_cost()
     if direction is Direction.BOTH:
-        cost = cost.then(STRATEGIES[strategy].cost(causal, layout, True))
+        cost = cost.then(cost_of(causal, layout, True))
         relayout = tuple(2 * x for x in relayout)
     return evaluator(SYMBOLS, (*cost.expressions(), *relayout))
 

@@ -95,4 +95,9 @@ def _form(decide: Callable[[int], Plan], size: int) -> Candidate | None:
         chosen = decide(size).chosen
     except RewriteError:
         return None
-    return Candidate(chosen.strategy, chosen.degrees, chosen.layout)
+    return Candidate(
+        chosen.strategy,
+        chosen.degrees,
+        chosen.layout,
+        head_groups=chosen.head_groups,
+    )

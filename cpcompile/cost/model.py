@@ -13,7 +13,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
 from cpcompile.cost import all_gather, latents, ring, split_kv, ulysses
 from cpcompile.cost.compute import ring_step_seconds
-from cpcompile.cost.symbols import SEVERAL, W_u, bias, larger, r, u
+from cpcompile.cost.symbols import SEVERAL, W_u, bias, larger, launch, parts, r, u
 from cpcompile.geometry.layout import Layout
 
 
@@ -115,6 +115,23 @@ def ulysses_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
         wire_bytes=ulysses.exchange_wire_bytes() + _mask_wire_bytes(backward),
         peak_extra_bytes=_peak(summed, backward) + bias,
         kernels=sympy.Integer(1),
+    )
+
+
+def grouped_ulysses_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
+    """Return the cost of Ulysses with several groups of heads, one after the other."""
+    attention, _ = ring_step_seconds(causal, Layout.CONTIGUOUS, backward)
+    attention += (parts - 1) * launch
+    mask = _mask_wire_bytes(backward) / W_u
+    exposed = ulysses.grouped_exposed_seconds(attention) + mask
+    summed = ring.ring_peak_extra_bytes(True) if backward else sympy.Integer(0)
+    return PassCost(
+        seconds=attention + ulysses.grouped_copy_seconds(backward) + exposed,
+        exposed=exposed,
+        transfer=ulysses.grouped_transfer_seconds() + mask,
+        wire_bytes=ulysses.exchange_wire_bytes() + _mask_wire_bytes(backward),
+        peak_extra_bytes=ulysses.grouped_peak_extra_bytes(backward, summed) + bias,
+        kernels=parts,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from cpcompile.cost.model import (
     PassCost,
     all_gather_cost,
+    grouped_ulysses_cost,
     hybrid_cost,
     latents_cost,
     ring_cost,
@@ -30,6 +31,7 @@ class StrategyRow:
 
     operator: its name in torch.ops.cp.
     cost: of one pass on the slowest rank, from (causal, layout, backward).
+    grouped: the cost with heads in groups, for an operator that can exchange them so.
     degrees: every factorisation of a number of ranks that it can have.
     layouts: those that the operator takes, of causal attention and without a mask.
     masked_layouts: those that it takes under key ranges and segment ids. A mask that
@@ -54,6 +56,7 @@ class StrategyRow:
     color: str
     marker: str
     line: str
+    grouped: Callable[[bool, Layout, bool], PassCost] | None = None
     always_gives_lse: bool = True
     of_latents: bool = False
     few_queries: bool = False
@@ -113,6 +116,7 @@ STRATEGIES: dict[Strategy, StrategyRow] = {
         color="#009E73",
         marker="^",
         line="-.",
+        grouped=grouped_ulysses_cost,
         always_gives_lse=False,
     ),
     Strategy.HYBRID: StrategyRow(

@@ -6,9 +6,10 @@ head dim of q and k, E head dim of v, e bytes per element, live fraction of the 
 that a mask leaves of those that causality leaves; u ranks that split the heads, r ranks
 of the ring, N = u r, steps of it that a mask leaves (r without one); bias bytes of a
 mask that is a tensor; latents values that keys and values are made of, latent_bytes of
-them per token, latent_flops and latent_moved (bytes) to make a token's keys. A rank
-attends from Sq / r rows. Rates and latencies pair with `HardwareProfile`; those of
-links are of the tier on which the group works.
+them per token, latent_flops and latent_moved (bytes) to make a token's keys; parts in
+which heads are exchanged one after the other, and parts_kv those of keys; saved 1 if a
+backward follows. A rank attends from Sq / r rows. Rates and latencies pair with
+`HardwareProfile`; those of links are of the tier on which the group works.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
 from cpcompile.cost.hardware.links import Group, all_gather, all_to_all, message
 from cpcompile.cost.hardware.profile import HardwareProfile
-from cpcompile.cost.plans import Latents, Workload
+from cpcompile.cost.plans import Direction, Latents, Workload
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Chunks
@@ -28,7 +29,7 @@ SYMBOLS = sympy.symbols(
     "softmax row_fwd row_bwd tile slots alone launch issue "
     "M merge merge_bwd merge_latency overlap "
     "hop W hop_u W_u gather W_g scatter W_s relay W_relay "
-    "latents latent_bytes latent_flops latent_moved",
+    "latents latent_bytes latent_flops latent_moved parts parts_kv saved overlap_u",
     positive=True,
 )
 B, H, G, h, g, Sq, Sk, D, E, e, live, N, u, r, pieces, steps, bias = SYMBOLS[:17]
@@ -36,7 +37,8 @@ F_fwd, F_fwd_causal, F_bwd, F_bwd_causal = SYMBOLS[17:21]
 softmax, row_fwd, row_bwd, tile, slots, alone, launch, issue = SYMBOLS[21:29]
 M, merge, merge_bwd, merge_latency, overlap = SYMBOLS[29:34]
 hop, W, hop_u, W_u, gather, W_g, scatter, W_s, relay, W_relay = SYMBOLS[34:44]
-latents, latent_bytes, latent_flops, latent_moved = SYMBOLS[44:]
+latents, latent_bytes, latent_flops, latent_moved = SYMBOLS[44:48]
+parts, parts_kv, saved, overlap_u = SYMBOLS[48:]
 
 
 def larger(*values: sympy.Expr) -> sympy.Expr:
@@ -59,7 +61,10 @@ SUM_BYTES = larger(4, e)
 
 
 def numbers(
-    workload: Workload, degrees: CPDegrees, profile: HardwareProfile
+    workload: Workload,
+    degrees: CPDegrees,
+    profile: HardwareProfile,
+    head_groups: int = 1,
 ) -> dict[sympy.Symbol, float]:
     """Return the value of every symbol."""
     split = HeadSplit(workload.heads, workload.kv_heads, degrees.ulysses)
@@ -131,6 +136,10 @@ def numbers(
         latent_bytes: sources.bytes,
         latent_flops: sources.flops,
         latent_moved: sources.moved,
+        parts: head_groups,
+        parts_kv: split.key_groups(head_groups),
+        saved: 0 if workload.direction is Direction.FORWARD else 1,
+        overlap_u: overlapped(profile, exchange_rate),
     }
 
 

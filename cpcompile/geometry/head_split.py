@@ -48,6 +48,32 @@ class HeadSplit:
         """Number of places that are taken on all ranks together, the first ones."""
         return self.kv_heads * self.copies
 
+    def key_groups(self, groups: int) -> int:
+        """Return in how many groups keys travel if the query heads do in `groups`.
+
+        One, with the first of them, if several read the same heads.
+        """
+        run = self.per_rank // self.kv_per_rank
+        return groups if self.copies == 1 and self.per_rank // groups % run == 0 else 1
+
     def _is_grouped(self, run: int) -> bool:
         """Tell whether each run of query heads, from the first, reads one key head."""
         return self.kv_heads == 1 or self.heads // self.kv_heads % run == 0
+
+
+def group_counts(heads: int, kv_heads: int, ranks: int) -> list[int]:
+    """List in how many groups the heads of a rank can be exchanged, one by one, not 1.
+
+    Ranks have equally many heads then, groups too, and a group reads whole heads of
+    keys, or is among the readers of one.
+    """
+    split = HeadSplit(heads, kv_heads, ranks)
+    if not heads or heads % ranks:
+        return []
+    run = split.per_rank // split.kv_per_rank
+    return [
+        count
+        for count in range(2, split.per_rank + 1)
+        if split.per_rank % count == 0
+        and (split.per_rank // count % run == 0 or run % (split.per_rank // count) == 0)
+    ]

@@ -4,6 +4,12 @@ from cpcompile.ops.comm.dim_exchange import dim_exchange
 from cpcompile.ops.comm.gradient_bucket import gradient_bucket
 from cpcompile.ops.comm.halo_exchange import halo_exchange
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
+from cpcompile.ops.comm.heads_in_groups import (
+    gather_finish,
+    gather_start,
+    scatter_finish,
+    scatter_start,
+)
 from cpcompile.ops.comm.moved_tokens import moved_tokens, moved_tokens_backward
 from cpcompile.ops.comm.passed_states import passed_states, passed_states_backward
 from cpcompile.ops.comm.relayout import relayout
@@ -60,6 +66,8 @@ __all__ = [
     "attention_step_dq",
     "dim_exchange",
     "expert_numbers",
+    "gather_finish",
+    "gather_start",
     "gradient_bucket",
     "halo_exchange",
     "hybrid_attention",
@@ -79,6 +87,8 @@ __all__ = [
     "ring_shift",
     "ring_wait",
     "row_numbers",
+    "scatter_finish",
+    "scatter_start",
     "split_kv_attention",
     "ulysses_attention",
     "ulysses_gather",

@@ -46,6 +46,8 @@ class AttentionSpec:
         [1, 1, n], the values that it reads, whole and the same on every rank.
     first_head, last_head: the numbers that a score_mod has for the first of these
         heads, and for the last of all. Heads past it are padding, and have its number.
+    head_groups: in how many parts heads are exchanged, one after the other, by an
+        operator that exchanges heads.
     whole_keys: whether every rank has all keys and values, in the sequence's order.
     wants_lse: whether the log-sum-exp is read. Operators that have it at no cost return
         it in any case.
@@ -61,6 +63,7 @@ class AttentionSpec:
     score_mod: str = ""
     first_head: int = 0
     last_head: int = 0
+    head_groups: int = 1
     whole_keys: bool = False
     wants_lse: bool = False
 
@@ -72,8 +75,8 @@ class AttentionSpec:
         words.append(f"scale={self.scale!r}")
         words += [
             f"{name}={value!r}"
-            for name in _NUMBERS
-            if (value := getattr(self, name)) != 0
+            for name, default in _NUMBERS.items()
+            if (value := getattr(self, name)) != default
         ]
         if self.mask_key:
             words.append(f"mask_key={self.mask_key}")
@@ -142,13 +145,20 @@ class AttentionSpec:
 
 
 _FLAGS = {"causal": "is_causal", "whole_keys": "whole_keys", "lse": "wants_lse"}
-_NUMBERS = ("softcap", "dropout_p", "first_head", "last_head")
+_NUMBERS = {
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+    "first_head": 0,
+    "last_head": 0,
+    "head_groups": 1,
+}
 _READ: dict[str, Any] = {
     "scale": float,
     "softcap": float,
     "dropout_p": float,
     "first_head": int,
     "last_head": int,
+    "head_groups": int,
     "mask_key": str,
 }
 _LAYOUTS = [x.value for x in Layout]

@@ -79,6 +79,7 @@ class AttentionCase:
     ulysses: int = 2
     inner: str = "ulysses"
     layout: Layout = Layout.CONTIGUOUS
+    head_groups: int = 1
 
     def token_layout(self, length: int) -> TokenLayout:
         """Which of so many tokens lie on which rank."""
@@ -216,7 +217,8 @@ def call_operator(
         groups = hybrid_groups(mesh, axis, case.degrees)
         rest += (groups.ulysses, groups.ring, case.inner == "ulysses")
     out: Tensor
-    out, _ = attention(case.strategy)(q, k, v, *rest, layout=case.layout.value)
+    given = {"layout": case.layout.value, "head_groups": case.head_groups}
+    out, _ = attention(case.strategy)(q, k, v, *rest, **given)
     return out
 
 

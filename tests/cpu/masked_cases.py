@@ -54,6 +54,7 @@ class MaskedCase:
     inner: Literal["ulysses", "ring"] = "ulysses"
     softcap: float = 0.0
     dropout_p: float = 0.0
+    head_groups: int = 1
 
     def __str__(self) -> str:
         """The fields that differ from their defaults, as an id for pytest."""
@@ -189,6 +190,7 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
     more: dict[str, Any] = {"layout": case.layout.value}
     if case.softcap:
         more["softcap"] = case.softcap
+    more["head_groups"] = case.head_groups
     if case.dropout_p:
         placed = (case.seeds(), mesh, [Replicate()])
         seeds = DTensor.from_local(*placed, run_check=False)

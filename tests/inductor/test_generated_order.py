@@ -100,6 +100,67 @@ def test_first_and_last_rank_agree_on_an_unrolled_ring():
     assert "_c10d_functional.all_reduce_" in backward
 
 
+_GROUPS = re.compile(
+    r"torch\.ops\.(?:cp\.ulysses_(\w+)|aten\.(_scaled_dot\w+))\.default\("
+)
+
+
+def of_groups(rank):
+    """The exchanges of three groups of heads, and attention to them, in order."""
+
+    def attend(x, weight):
+        q, k, v = (x @ weight).unflatten(2, (3, 12, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with fake_group(rank, 4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+        options = {"mesh": mesh, "shard": {"x": 1}, "strategy": "ulysses"}
+        step = torch.compile(attend, backend="cp", options=options)
+        weight = torch.zeros(16, 3 * 12 * 4, requires_grad=True)
+        need = cp.plan(
+            batch=1,
+            heads=12,
+            kv_heads=12,
+            head_dim=4,
+            seq=TOKENS,
+            ranks=4,
+            dtype="float32",
+        )
+        (whole,) = (c for c in need.candidates if c.label == "ulysses")
+
+        def train():
+            step(torch.zeros(1, TOKENS, 16), weight).sum().backward()
+
+        with (
+            inductor_config.patch(fx_graph_cache=False),
+            config.patch(memory_budget=whole.peak_extra_bytes - 1),
+        ):
+            _, codes = run_and_get_code(train)
+    return [["".join(x) for x in _GROUPS.findall(code)] for code in codes]
+
+
+@pytest.mark.timeout(300)
+def test_messages_of_other_groups_travel_beside_attention():
+    """A group of heads is sent before the one before it is attended to."""
+    first, last = of_groups(0), of_groups(3)
+    assert first == last
+    forward, backward = first
+    attend = "_scaled_dot_product_flash_attention_for_cpu"
+    assert forward == [
+        *("scatter_start", "scatter_start"),
+        *("scatter_finish", attend, "gather_start", "scatter_start"),
+        *("scatter_finish", attend, "gather_finish", "gather_start"),
+        *("scatter_finish", attend, "gather_finish", "gather_start"),
+        "gather_finish",
+    ]
+    assert backward == [
+        *("scatter_start", "scatter_finish", "scatter_start"),
+        *(attend + "_backward", "gather_start", "scatter_finish", "scatter_start"),
+        *(attend + "_backward", "gather_start", "gather_finish", "scatter_finish"),
+        *(attend + "_backward", "gather_start", "gather_finish", "gather_finish"),
+    ]
+
+
 def attention(x, w_in, w_out):
     """A layer with something to move around its ring, and gradients to reduce."""
     q, k, v = (x @ w_in).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)

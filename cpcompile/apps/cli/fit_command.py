@@ -17,21 +17,29 @@ _PARTS = tuple(f.name for f in fields(Memory))
 
 @dataclass(frozen=True)
 class Published:
-    """A published run of others, and the length of its sequence."""
+    """A published run of others, and the length of its sequence.
+
+    source: the letter of its entry in SOURCES.
+    """
 
     model: str
     ranks: int
     memory: float
     tokens: int
+    source: str
 
 
 # Bekman et al., Arctic Long Sequence Training (arXiv 2506.13996), on H100 of 80 GB:
 # parameters and checkpoints are in the memory of the host there, and MLPs in tiles.
-SOURCE = "Arctic Long Sequence Training (arXiv 2506.13996), with offloading to the host"
+SOURCES = {
+    "a": "Arctic Long Sequence Training (arXiv 2506.13996), offloading to the host",
+    "b": "Ulysses with heads in chunks (arXiv 2602.21196)",
+}
 PUBLISHED = (
-    Published("llama3-8b", 1, 80e9, 500_000),
-    Published("llama3-8b", 8, 80e9, 3_700_000),
-    Published("llama3-8b", 32, 80e9, 15_000_000),
+    Published("llama3-8b", 1, 80e9, 500_000, "a"),
+    Published("llama3-8b", 8, 80e9, 3_700_000, "a"),
+    Published("llama3-8b", 8, 80e9, 5_000_000, "b"),
+    Published("llama3-8b", 32, 80e9, 15_000_000, "a"),
 )
 
 
@@ -90,8 +98,8 @@ def _text(arguments: argparse.Namespace, fits: list[Fit]) -> list[str]:
     header = ("ranks", "tokens", "published", "s per step", "strategy", *_PARTS)
     rows = [_row(arguments, x) for x in fits]
     notes = ["GB (1e9) of one rank at that length; one row of tokens per step."]
-    if any(row[2] for row in rows):
-        notes.append(f"published: {SOURCE}.")
+    told = {x.source for each in fits for x in _published(arguments, each)}
+    notes += [f"{letter}: {SOURCES[letter]}." for letter in sorted(told)]
     notes.append(
         "s per step: attention and products by the cost model, without messages of "
         "parameters and copies to the host."
@@ -99,19 +107,23 @@ def _text(arguments: argparse.Namespace, fits: list[Fit]) -> list[str]:
     return [text_table([header, *rows]), *notes]
 
 
-def _row(arguments: argparse.Namespace, x: Fit) -> tuple[str, ...]:
-    published = [
-        f"{record.tokens:,}"
+def _published(arguments: argparse.Namespace, x: Fit) -> list[Published]:
+    return [
+        record
         for record in PUBLISHED
         if (record.model, record.ranks) == (arguments.model, x.ranks)
         and record.memory == arguments.memory
     ]
+
+
+def _row(arguments: argparse.Namespace, x: Fit) -> tuple[str, ...]:
+    published = [f"{y.tokens:,} {y.source}" for y in _published(arguments, x)]
     parts = [f"{getattr(x.memory, name) / 1e9:.1f}" for name in _PARTS]
     tokens = f"{x.tokens:,}" if x.tokens else "none"
     return (
         str(x.ranks),
         tokens,
-        "".join(published),
+        ", ".join(published),
         f"{x.seconds:.1f}",
         x.plan.chosen.label,
         *parts,

@@ -19,6 +19,7 @@ from cpcompile.cost.plans import Plan
 
 _GRAIN = 128  # tokens per rank
 _MOST = 2**34
+_ANY = float(2**63)  # bytes
 OFFLOADABLE = ("parameters", "gradients", "optimizer", "checkpoints")
 
 
@@ -95,7 +96,7 @@ def fit(
         offloaded=frozenset(offload),
     )
 
-    def with_tokens(tokens: int) -> tuple[Memory, Plan]:
+    def planned(tokens: int, budget: float) -> tuple[Memory, Plan]:
         length_plan = plan(
             batch=1,
             heads=model.heads,
@@ -105,11 +106,23 @@ def fit(
             ranks=ranks,
             dtype=dtype,
             hardware=hardware,
-            memory_budget=float(2**63),  # what fits is decided here
+            memory_budget=budget,
         )
         extra = float(length_plan.chosen.peak_extra_bytes or 0)
         exchanged = length_plan.chosen.strategy in EXCHANGING
         return memory_of(model, how, tokens, ranks, extra, exchanged), length_plan
+
+    def with_tokens(tokens: int) -> tuple[Memory, Plan]:
+        """Plan the fastest attention; what takes less where that does not fit."""
+        fastest = planned(tokens, _ANY)
+        beyond = fastest[0].total - memory
+        if beyond <= 0:
+            return fastest
+        budget = (fastest[1].chosen.peak_extra_bytes or 0) - beyond
+        try:
+            return planned(tokens, budget)
+        except ValueError:  # nothing takes so little
+            return fastest
 
     low, high = 0, 1
     while high * _GRAIN * ranks < _MOST:

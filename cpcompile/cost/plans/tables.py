@@ -31,10 +31,12 @@ def candidate_row(candidate: Candidate) -> tuple[str, ...]:
 
 
 def degrees_text(candidate: Candidate) -> str:
-    """Return the degrees in words: "8", or "2 in 4 (ring)" for a hybrid."""
+    """Return the degrees in words: "8", "8, 4 groups", "2 in 4 (ring)" of a hybrid."""
     degrees: CPDegrees = candidate.degrees
     if candidate.strategy is Strategy.HYBRID:
         return str(degrees)
+    if candidate.head_groups > 1:
+        return f"{degrees.ranks}, {candidate.head_groups} groups"
     return str(degrees.ranks)
 
 

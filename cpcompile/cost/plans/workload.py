@@ -109,6 +109,7 @@ class Candidate:
     peak_extra_bytes: beyond the rank's own q, k, v and out.
     kernels: attention kernels launched per rank in the forward.
     relayout: whether its tokens are brought into the layout for this call, and back.
+    head_groups: in how many parts heads are exchanged, one after the other.
     excluded: why it cannot be used; its cost is then None unless memory is the reason,
         or what else the graph needs.
     """
@@ -123,6 +124,7 @@ class Candidate:
     peak_extra_bytes: int | None = None
     kernels: int | None = None
     relayout: bool = False
+    head_groups: int = 1
     excluded: str | None = None
 
     @property
@@ -136,6 +138,8 @@ class Candidate:
         words = [self.strategy_name]
         if self.strategy is Strategy.HYBRID:
             words.append(str(self.degrees))
+        if self.head_groups > 1:
+            words.append(f"in {self.head_groups} groups of heads")
         if self.layout is not Layout.CONTIGUOUS:
             words.append(self.layout.value)
         if self.relayout:

@@ -15,6 +15,7 @@ summed in the accumulation dtype. Method: Jacobs et al., DeepSpeed Ulysses (arXi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -29,6 +30,133 @@ from cpcompile.ops.traced_nodes import sharing
 
 Grid = tuple[tuple[int, ...], bool]  # a shape, and whether zeros remain in it
 Results = tuple[Tensor, Tensor | None]  # out, and its log-sum-exp if that is wanted
+
+
+@dataclass(frozen=True)
+class HeadBlock:
+    """What one tensor is in an exchange, over all ranks of the group.
+
+    query_heads: heads of the queries that read its heads; HeadSplit says by both where
+        a head goes.
+    heads, length, dim: of the whole tensor [batch, heads, length, dim].
+    size: tokens of a chunk; rank r holds the r-th one, or what is left.
+    """
+
+    query_heads: int
+    heads: int
+    length: int
+    size: int
+    dim: int
+
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> list[HeadBlock]:
+        """Make blocks of their fields, as operators take them."""
+        count = len(fields(cls))
+        starts = range(0, len(numbers), count)
+        return [cls(*numbers[start : start + count]) for start in starts]
+
+    def split(self, ranks: int) -> HeadSplit:
+        """Say where its heads go."""
+        return HeadSplit(self.query_heads, self.heads, ranks)
+
+    def of_heads(self, batch: int, ranks: int) -> tuple[int, ...]:
+        """Return the shape of the heads of a rank."""
+        return batch, self.split(ranks).kv_per_rank, self.length, self.dim
+
+    def of_tokens(self, batch: int, ranks: int, rank: int) -> tuple[int, ...]:
+        """Return the shape of the tokens of a rank."""
+        tokens = Runs(self.length, ranks, self.size).count(rank)
+        return batch, self.heads, tokens, self.dim
+
+    def grid(self, batch: int, ranks: int, padded: bool) -> Grid:
+        """Return its blocks in the rows of a buffer."""
+        count = self.split(ranks).kv_per_rank
+        return (ranks, batch, count, self.size, self.dim), padded
+
+
+def pack_tokens(
+    name: str, tensors: Sequence[Tensor], blocks: Sequence[HeadBlock], group: str
+) -> Tensor:
+    """Copy the tokens of this rank, of all heads, into the rows of a buffer.
+
+    Raises: ValueError in the name of the operator for tensors that are no such tokens.
+    """
+    pg = group_by_name(group)
+    ranks, rank = pg.size(), pg.rank()
+    grids: list[Grid] = []
+    for x, block in zip(tensors, blocks, strict=True):
+        count = Runs(block.length, ranks, block.size).count(rank)
+        _check_tokens(name, x, count, rank, ranks)
+        split = block.split(ranks)
+        padded = count < block.size or split.places < split.kv_per_rank * ranks
+        grids.append(block.grid(x.shape[0], ranks, padded))
+    buffer, views = _rows(tensors[0], grids)
+    for x, grid, block in zip(tensors, views, blocks, strict=True):
+        copies = block.split(ranks).copies
+        if copies > 1:
+            x = x.unsqueeze(2).expand(-1, -1, copies, -1, -1).flatten(1, 2)
+        for part, own in _pieces(grid.narrow(3, 0, x.shape[2]), x, 1):
+            part.copy_(own)
+    return buffer
+
+
+def unpack_heads(
+    received: Tensor, batch: int, blocks: Sequence[HeadBlock], group: str
+) -> list[Tensor]:
+    """Copy all tokens of this rank's heads out of the rows that came."""
+    ranks = group_by_name(group).size()
+    grids = [block.grid(batch, ranks, padded=False) for block in blocks]
+    results = []
+    for grid, block in zip(_views(received, grids), blocks, strict=True):
+        whole = grid.new_empty(block.of_heads(batch, ranks))
+        for part, own in _pieces(grid, whole, 2):
+            own.copy_(part)
+        results.append(whole)
+    return results
+
+
+def pack_heads(
+    name: str, tensors: Sequence[Tensor], blocks: Sequence[HeadBlock], group: str
+) -> Tensor:
+    """Copy all tokens of this rank's heads into the rows of a buffer.
+
+    Raises: ValueError in the name of the operator for tensors that are no such heads.
+    """
+    pg = group_by_name(group)
+    ranks, rank = pg.size(), pg.rank()
+    grids = []
+    for x, block in zip(tensors, blocks, strict=True):
+        _check_tokens(name, x, block.length, rank, ranks)
+        padded = block.length != block.size * ranks
+        grids.append(block.grid(x.shape[0], ranks, padded))
+    buffer, views = _rows(tensors[0], grids)
+    for x, grid in zip(tensors, views, strict=True):
+        for part, whole in _pieces(grid, x, 2):
+            part.copy_(whole)
+    return buffer
+
+
+def unpack_tokens(
+    received: Tensor, batch: int, blocks: Sequence[HeadBlock], group: str
+) -> list[Tensor]:
+    """Copy this rank's tokens of all heads out of the rows; sum copies of a head."""
+    pg = group_by_name(group)
+    ranks, rank = pg.size(), pg.rank()
+    grids = [block.grid(batch, ranks, padded=False) for block in blocks]
+    results = []
+    for grid, block in zip(_views(received, grids), blocks, strict=True):
+        split = block.split(ranks)
+        *_, count, dim = block.of_tokens(batch, ranks, rank)
+        several = split.copies > 1
+        dtype = accumulation_dtype(grid.dtype) if several else grid.dtype
+        own = grid.new_empty((batch, split.places, count, dim), dtype=dtype)
+        for part, piece in _pieces(grid.narrow(3, 0, count), own, 1):
+            piece.copy_(part)
+        if several:
+            own = own.unflatten(1, (split.kv_heads, split.copies)).sum(2)
+            own = own.to(grid.dtype)
+        results.append(own)
+    return results
 
 
 @torch.library.custom_op("cp::ulysses_scatter", mutates_args=())
@@ -49,46 +177,21 @@ def ulysses_scatter(
     Raises: ValueError for tensors that are not such chunks; torch's error with a note
     if the exchange fails.
     """
-    pg = group_by_name(group)
-    ranks, rank = pg.size(), pg.rank()
-    splits = [HeadSplit(tensors[0].shape[1], x.shape[1], ranks) for x in tensors]
-    grids: list[Grid] = []
-    for x, length, size, split in zip(tensors, lengths, sizes, splits, strict=True):
-        count = Runs(length, ranks, size).count(rank)
-        _check_tokens("cp::ulysses_scatter", x, count, rank, ranks)
-        padded = count < size or split.places < split.kv_per_rank * ranks
-        shape = (ranks, x.shape[0], split.kv_per_rank, size, x.shape[3])
-        grids.append((shape, padded))
-    buffer, views = _rows(tensors[0], grids)
-    for x, grid, split in zip(tensors, views, splits, strict=True):
-        if split.copies > 1:
-            x = x.unsqueeze(2).expand(-1, -1, split.copies, -1, -1).flatten(1, 2)
-        for part, own in _pieces(grid.narrow(3, 0, x.shape[2]), x, 1):
-            part.copy_(own)
-    received = _exchange(buffer, group, "cp::ulysses_scatter")
-    results = []
-    for grid, length in zip(_views(received, grids), lengths, strict=True):
-        _, B, heads, _, dim = grid.shape
-        whole = grid.new_empty(B, heads, length, dim)
-        for part, own in _pieces(grid, whole, 2):
-            own.copy_(part)
-        results.append(whole)
-    return results
+    name, batch = "cp::ulysses_scatter", tensors[0].shape[0]
+    blocks = _blocks(tensors, [x.shape[1] for x in tensors], lengths, sizes)
+    received = _exchange(pack_tokens(name, tensors, blocks, group), group, name)
+    return unpack_heads(received, batch, blocks, group)
 
 
 @ulysses_scatter.register_fake
 def _(
     tensors: Sequence[Tensor], lengths: Sequence[int], sizes: Sequence[int], group: str
 ) -> list[Tensor]:
-    ranks, heads = group_by_name(group).size(), tensors[0].shape[1]
+    ranks = group_by_name(group).size()
+    blocks = _blocks(tensors, [x.shape[1] for x in tensors], lengths, sizes)
     return [
-        x.new_empty(
-            x.shape[0],
-            HeadSplit(heads, x.shape[1], ranks).kv_per_rank,
-            length,
-            x.shape[3],
-        )
-        for x, length in zip(tensors, lengths, strict=True)
+        x.new_empty(block.of_heads(x.shape[0], ranks))
+        for x, block in zip(tensors, blocks, strict=True)
     ]
 
 
@@ -112,35 +215,10 @@ def ulysses_gather(
     Raises: ValueError for other numbers of tokens; torch's error with a note if the
     exchange fails.
     """
-    pg = group_by_name(group)
-    ranks, rank = pg.size(), pg.rank()
-    splits = [HeadSplit(heads[0], head_count, ranks) for head_count in heads]
-    grids: list[Grid] = []
-    for x, length, size in zip(tensors, lengths, sizes, strict=True):
-        _check_tokens("cp::ulysses_gather", x, length, rank, ranks)
-        shape = (ranks, *x.shape[:2], size, x.shape[3])
-        grids.append((shape, length != size * ranks))
-    buffer, views = _rows(tensors[0], grids)
-    for x, grid in zip(tensors, views, strict=True):
-        for part, whole in _pieces(grid, x, 2):
-            part.copy_(whole)
-    received = _exchange(buffer, group, "cp::ulysses_gather")
-    results = []
-    for grid, split, length, size in zip(
-        _views(received, grids), splits, lengths, sizes, strict=True
-    ):
-        _, B, _, _, dim = grid.shape
-        count = Runs(length, ranks, size).count(rank)
-        several = split.copies > 1
-        dtype = accumulation_dtype(grid.dtype) if several else grid.dtype
-        own = grid.new_empty((B, split.places, count, dim), dtype=dtype)
-        for part, piece in _pieces(grid.narrow(3, 0, count), own, 1):
-            piece.copy_(part)
-        if several:
-            own = own.unflatten(1, (split.kv_heads, split.copies)).sum(2)
-            own = own.to(grid.dtype)
-        results.append(own)
-    return results
+    name, batch = "cp::ulysses_gather", tensors[0].shape[0]
+    blocks = _blocks(tensors, heads, lengths, sizes)
+    received = _exchange(pack_heads(name, tensors, blocks, group), group, name)
+    return unpack_tokens(received, batch, blocks, group)
 
 
 @ulysses_gather.register_fake
@@ -152,17 +230,25 @@ def _(
     group: str,
 ) -> list[Tensor]:
     pg = group_by_name(group)
+    ranks, rank = pg.size(), pg.rank()
     return [
-        x.new_empty(
-            x.shape[0],
-            head_count,
-            Runs(length, pg.size(), size).count(pg.rank()),
-            x.shape[3],
-        )
-        for x, head_count, length, size in zip(
-            tensors, heads, lengths, sizes, strict=True
+        x.new_empty(block.of_tokens(x.shape[0], ranks, rank))
+        for x, block in zip(
+            tensors, _blocks(tensors, heads, lengths, sizes), strict=True
         )
     ]
+
+
+def _blocks(
+    tensors: Sequence[Tensor],
+    heads: Sequence[int],
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+) -> list[HeadBlock]:
+    """Describe tensors, the first of which holds the queries."""
+    dims = [x.shape[3] for x in tensors]
+    rows = zip(heads, lengths, sizes, dims, strict=True)
+    return [HeadBlock(heads[0], *row) for row in rows]
 
 
 def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -263,10 +349,15 @@ def _exchange(buffer: Tensor, group: str, name: str) -> Tensor:
     if pg.size() == 1:
         return buffer
     received = torch.empty_like(buffer)
-    where = f"{name} on rank {pg.rank()} of {pg.size()} in group {group!r}"
-    with call_site(where):
+    with call_site(place(name, group)):
         dist.all_to_all_single(received, buffer, group=pg)
     return received
+
+
+def place(name: str, group: str) -> str:
+    """Say where an exchange runs."""
+    pg = group_by_name(group)
+    return f"{name} on rank {pg.rank()} of {pg.size()} in group {group!r}"
 
 
 def _check_tokens(name: str, x: Tensor, count: int, rank: int, ranks: int) -> None:

@@ -6,6 +6,9 @@ The operator is a composition of these, also for autograd, so that a compiled gr
 them and nothing else, and attention is the vendor's kernel. Method: Jacobs et al.,
 DeepSpeed Ulysses (arXiv 2309.14509).
 
+With `head_groups` in the spec heads are exchanged a few at a time, see
+heads_in_groups.py.
+
 Under a mask attention is cp::local_attention. Key ranges and segment ids are whole on
 every rank as it is. A bias with heads goes with them; one without, which all heads
 read, goes to all ranks as a key head does that all query heads read, so that its
@@ -32,6 +35,7 @@ from cpcompile.ops.comm.head_exchange import (
     ulysses_scatter,
     with_exchanged_heads,
 )
+from cpcompile.ops.comm.heads_in_groups import with_heads_in_groups
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
 from cpcompile.ops.step.aten_flash import flash_forward, flash_operands, is_empty
 from cpcompile.ops.strategies.contract import (
@@ -81,16 +85,20 @@ def ulysses_attention(
         exchange = (queries.length, queries.size, group)
         own = inputs_of_own_heads(inputs, q.shape[1], *exchange)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Results:
+        def attend(q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> Results:
             if plain:
                 return attend_heads(q, k, v, is_causal, scale), None
             out: Tensor
             lse: Tensor
-            out, lse = local_attention(q, k, v, *own.arguments())
+            some = inputs_of_some_heads(own, first, q.shape[1])
+            out, lse = local_attention(q, k, v, *some.arguments())
             return out, lse if own.spec.wants_lse else None
 
         lengths, chunks = (queries.length, keys.length), (queries.size, keys.size)
-        return with_exchanged_heads(attend, q, k, v, lengths, chunks, group)
+        sent = (q, k, v, lengths, chunks, group)
+        if inputs.spec.head_groups > 1:
+            return with_heads_in_groups(attend, *sent, inputs.spec.head_groups)
+        return with_exchanged_heads(attend, *sent)
 
     return on_local_parts(local, (q, k, v), AttentionInputs.of(spec, extras), group)
 
@@ -135,6 +143,23 @@ def inputs_of_own_heads(
     own_rows: Tensor
     _, own_rows = ulysses_scatter([no_queries, rows], [length] * 2, [size] * 2, group)
     return replace(inputs, bias=own_rows.to(torch.bool) if is_bool else own_rows)
+
+
+def inputs_of_some_heads(
+    inputs: AttentionInputs, first: int, count: int
+) -> AttentionInputs:
+    """Return the inputs of `count` heads of a rank, from the `first` one on."""
+
+    def cut(x: Tensor | None, dim: int) -> Tensor | None:
+        return x if x is None else x.narrow(dim, first, count)
+
+    spec, bias = inputs.spec, inputs.bias
+    if spec.score_mod:
+        spec = replace(spec, first_head=spec.first_head + first)
+    elif bias is not None and bias.shape[1] > 1:
+        bias = cut(bias, 1)
+    seeds, sinks = cut(inputs.seeds, 1), cut(inputs.sinks, 0)
+    return replace(inputs, spec=spec, bias=bias, seeds=seeds, sinks=sinks)
 
 
 def causal_ranges(length: int, like: Tensor) -> Tensor:

@@ -32,7 +32,9 @@ from cpcompile.cost.symbols import (
     W,
     e,
     hop,
+    launch,
     overlap,
+    parts,
     pieces,
     smaller,
 )
@@ -88,6 +90,34 @@ def _ring(run: SimulatedRun, backward: bool) -> None:
         _ring_steps(run, backward)
     run.communicate((1 - share) * transfer, "all-to-all")
     run.compute((1 - share) * copies, "copies for the all-to-all")
+    run.communicate((1 - share) * relayout, "layout is undone")
+
+
+def _ulysses(run: SimulatedRun, backward: bool) -> None:
+    """Simulate an all-to-all of all heads, or groups of them, one after the other."""
+    groups = run.candidate.head_groups
+    if groups == 1:
+        _ring(run, backward)
+        return
+    relayout = _relayout_seconds(run)
+    sent = ulysses.OUTPUT if backward else ulysses.QKV
+    share = run.value(sent / ulysses.SENT)
+    step, _ = ring_step_seconds(run.workload.causal, Layout.CONTIGUOUS, backward)
+    step += (parts - 1) * launch
+    attention = run.value(step) / groups
+    transfer = run.value(ulysses.grouped_transfer_seconds()) / groups
+    exposed = run.value(ulysses.grouped_exposed_seconds(step))
+    waited = (exposed - transfer) / (groups - 1)
+    run.communicate(share * relayout, "layout is made")
+    run.compute(run.value(ulysses.grouped_copy_seconds(backward)), "copies of heads")
+    run.communicate(share * transfer, "all-to-all")
+    for group in range(groups):
+        if group < groups - 1:
+            run.message(run.now, transfer, "all-to-all of other heads")
+        run.compute(attention, f"attention, group {group}")
+        if group < groups - 1:
+            run.advance(Activity.COMMUNICATION, run.now + waited, "all-to-all")
+    run.communicate((1 - share) * transfer, "all-to-all")
     run.communicate((1 - share) * relayout, "layout is undone")
 
 
@@ -226,7 +256,7 @@ def _relayout_seconds(run: SimulatedRun) -> float:
 _SIMULATED = {
     Strategy.RING: _ring,
     Strategy.ALL_GATHER: _all_gather,
-    Strategy.ULYSSES: _ring,
+    Strategy.ULYSSES: _ulysses,
     Strategy.HYBRID: _ring,
     Strategy.LATENTS: _latents,
     Strategy.SPLIT_KV: _split_kv,

@@ -78,7 +78,8 @@ class SimulatedRun:
     ) -> None:
         self.candidate, self.workload = candidate, workload
         self.positions, self.name = candidate.degrees.ring, ""
-        values = numbers(workload, candidate.degrees, profile)
+        given = (candidate.degrees, profile, candidate.head_groups)
+        values = numbers(workload, *given)
         self._values = [values[symbol] for symbol in SYMBOLS]
         self.now: Clock = np.zeros(self.positions)
         shown = np.linspace(0, self.positions - 1, min(rows, self.positions)).round()

@@ -153,12 +153,21 @@ def _exchanged(events: list[Event], gathers: list[Event]) -> list[Event]:
     whole = [x for x in events if x.lane == ATTENTION]
     program = [x for x in events if x.lane == PROGRAM]
     start: Event | None = None
+    groups = 0  # of heads that are on their way, where these are exchanged in groups
     for x in sorted(gathers, key=lambda x: x.start):
         if any(w.holds(x) for w in whole):
             continue
-        if x.name == "cp::ulysses_scatter":
+        groups += x.name == "cp::ulysses_scatter_start"
+        groups -= x.name == "cp::ulysses_gather_finish"
+        if x.name == "cp::ulysses_scatter" or (
+            x.name == "cp::ulysses_scatter_start" and start is None
+        ):
             start = x
-        elif x.name == "cp::ulysses_gather" and start is not None:
+        elif start is not None and (
+            x.name == "cp::ulysses_gather"
+            or (x.name == "cp::ulysses_gather_finish" and groups <= 0)
+        ):
+            groups = 0
             inside = (p for p in program if p.holds(start))
             back = any(p.name == BACKWARD for p in inside)
             between = Event(ATTENTION, "", start.start, x.end - start.start)

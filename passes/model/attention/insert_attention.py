@@ -73,7 +73,11 @@ def insert_attention(graph: fx.Graph, ctx: Context) -> int:
 
 def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
     """Replace an operator by that of another plan; returns the new one."""
-    spec = replace(spec_of(node), layout=Layout.CONTIGUOUS)
+    spec = replace(
+        spec_of(node),
+        layout=Layout.CONTIGUOUS,
+        head_groups=plan.chosen.head_groups,
+    )
     arguments = canonical_call(node).arguments  # as shard_graph has placed them
     operands = (*operands_of(node), arguments["extras"], arguments["sizes"], str(spec))
     value, _ = fake_value(node)
@@ -111,7 +115,11 @@ def _replace(
         sizes = [_length(call, x) for x in (q, k)]
         whole = out.unsqueeze(1) if out.ndim == 3 else out
         extras, spec = _computed(call, ctx, sizes)
-        spec = replace(spec, whole_keys=plan.strategy is Strategy.LATENTS)
+        spec = replace(
+            spec,
+            whole_keys=plan.strategy is Strategy.LATENTS,
+            head_groups=plan.chosen.head_groups,
+        )
         operands = (q, k, v, extras, sizes, str(spec))
         attention = _insert(call, plan, ctx, operands, whole, like=node)
         result = result_of(attention)

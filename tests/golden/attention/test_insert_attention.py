@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
+from cpcompile import config
 from tests.golden.capture import capture, capture_pass
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV
@@ -275,3 +276,38 @@ def test_attention_to_the_result_of_attention(mesh):
     step = captured["insert_attention"]
     assert step.rewrites == 2
     assert "cp.ring_attention(getitem, l_k_, l_v_, sizes=[16, 16]" in step.after
+
+
+def test_heads_in_groups(mesh):
+    """Under a budget that an exchange of all heads does not meet; the twin does."""
+    budget = 2 * 2**20
+    inputs = make_qkv(1, 64, 128, 64)
+    with config.patch(memory_budget=budget):
+        captured = capture(
+            attend,
+            *inputs,
+            strategy="ulysses",
+            mesh=mesh,
+            shard=QKV,
+            until="insert_attention",
+        )
+        smaller = capture(
+            attend,
+            *make_qkv(1, 64, 64, 64),
+            strategy="ulysses",
+            mesh=mesh,
+            shard=QKV,
+            until="insert_attention",
+        )
+    assert_golden(
+        captured["insert_attention"].after,
+        """\
+l_q_ = input  # [1, 64, 128, 64]
+l_k_ = input  # [1, 64, 128, 64]
+l_v_ = input  # [1, 64, 128, 64]
+ulysses_attention_default = cp.ulysses_attention(l_q_, l_k_, l_v_, sizes=[128, 128],
+    spec='causal scale=0.125 head_groups=2', group=GROUP)
+getitem = ulysses_attention_default[0]  # [1, 64, 128, 64]
+return (getitem,)""",
+    )
+    assert "head_groups" not in smaller["insert_attention"].after

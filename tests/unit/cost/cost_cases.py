@@ -83,11 +83,13 @@ def at(
     expression: sympy.Expr,
     profile: HardwareProfile = H100,
     degrees: CPDegrees | None = None,
+    head_groups: int = 1,
     **changes: Any,
 ) -> float:
     """The expression with the numbers of a workload: those of a ring of all ranks."""
     load = workload(**changes)
-    values = numbers(load, degrees or CPDegrees(1, load.ranks), profile)
+    degrees = degrees or CPDegrees(1, load.ranks)
+    values = numbers(load, degrees, profile, head_groups)
     return float(compiled(expression)(*(values[symbol] for symbol in SYMBOLS)))
 
 

@@ -243,3 +243,43 @@ def test_choosing_is_fast_after_the_first_time() -> None:
     for ranks in range(2, 52):
         choose(replace(TRAINING, ranks=ranks), H100)
     assert (time.process_time() - start) / 50 < 5e-3
+
+
+def budgeted(budget: float, **changes: Any) -> Candidate:
+    """Ulysses of a call whose heads are 8 for each of 8 ranks."""
+    call = replace(TRAINING, heads=64, kv_heads=64, **changes)
+    plan = choose(call, H100, strategy=ULYSSES, memory_budget=budget)
+    return plan.chosen
+
+
+def test_heads_are_exchanged_in_the_fewest_groups_that_fit() -> None:
+    whole = budgeted(1e12)
+    needs = [whole.peak_extra_bytes or 0]
+    assert whole.head_groups == 1 and whole.label == "ulysses"
+    for count in (4, 8):  # two, both of which are on their way, save nothing
+        some = budgeted(needs[-1] - 1)
+        assert some.head_groups == count and some.kernels == count
+        assert some.label == f"ulysses in {count} groups of heads"
+        assert some.wire_bytes == whole.wire_bytes
+        needs.append(some.peak_extra_bytes or 0)
+    assert needs == sorted(needs, reverse=True)
+
+
+def test_what_groups_hide() -> None:
+    tokens = {"q_len": 65536, "kv_len": 65536}
+    whole = budgeted(1e12, **tokens)
+    some = budgeted((whole.peak_extra_bytes or 0) - 1, **tokens)
+    assert some.head_groups == 4
+    assert whole.hidden_seconds == 0 and some.hidden_seconds
+    assert whole.exposed_seconds and some.exposed_seconds
+    assert some.exposed_seconds < whole.exposed_seconds
+
+
+def test_no_groups_where_ranks_have_other_numbers_of_heads() -> None:
+    with pytest.raises(RewriteError, match="ulysses needs"):
+        choose(
+            replace(TRAINING, heads=20, kv_heads=20),
+            H100,
+            strategy=ULYSSES,
+            memory_budget=2**20,
+        )

@@ -110,9 +110,9 @@ def test_a_memory_budget_below_every_need() -> None:
     assert_expected_inline(
         refusal(LLAMA, H100, memory_budget=1 << 20),
         """\
-every strategy is impossible here: ulysses needs 36.0 MiB of extra memory per
-rank, and the budget is 1.0 MiB; that is the smallest need: raise memory_budget,
-or use more ranks""",
+every strategy is impossible here: ulysses in 4 groups of heads needs 34.0 MiB
+of extra memory per rank, and the budget is 1.0 MiB; that is the smallest need:
+raise memory_budget, or use more ranks""",
     )
     gathered = refusal(LLAMA, H100, memory_budget=1 << 20, strategy=ALL_GATHER)
     assert_expected_inline(

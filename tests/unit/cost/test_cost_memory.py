@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cpcompile.cost import all_gather, ring, ulysses
-from cpcompile.cost.model import hybrid_cost, ulysses_cost
+from cpcompile.cost.model import grouped_ulysses_cost, hybrid_cost, ulysses_cost
+from cpcompile.cost.plans import Direction
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import at
@@ -51,6 +54,42 @@ def test_memory_of_ulysses() -> None:
     assert at(copied, degrees=ULYSSES) == max(
         backward, 2 * 4 * qkv + 4 * (2 * 4 * 1024 * 64)
     )
+
+
+def in_groups(backward: bool, count: int, **changes: Any) -> float:
+    cost = grouped_ulysses_cost(True, CONTIGUOUS, backward)
+    peak = cost.peak_extra_bytes
+    return at(peak, degrees=ULYSSES, head_groups=count, **changes)
+
+
+def test_memory_of_heads_in_groups() -> None:
+    """Two of two heads of each rank, which read a head of keys each."""
+    kv = 4 * KV  # 8 key heads
+    given = {"kv_heads": 8, "count": 2}
+    # A group of q, k and v sent, received and unpacked; one output, another sent,
+    # received and unpacked; and the first of the results.
+    flying = (3 * (Q + kv) + 4 * OUT) // 2 + OUT
+    assert in_groups(False, **given) == 2 * flying
+    # Before a backward the other group stays.
+    trained = in_groups(False, direction=Direction.BOTH, **given)
+    assert trained == 2 * (flying + (Q + kv + OUT) // 2)
+    # All that is saved, a group of dout sent, received and unpacked, and of gradients
+    # that come too; with the sum of dq. At the end all of these, joined, and dq as its
+    # product reads it.
+    first = 2 * (Q + kv + OUT) + (2 * (3 * OUT + 4 * (Q + kv)) + 2 * kv + 6 * Q) // 2
+    joined = 2 * (2 * (Q + kv) + max(Q, kv // 2))
+    assert in_groups(True, **given) == max(first, joined)
+
+
+def test_memory_of_groups_that_read_the_same_keys() -> None:
+    kv = 2 * KV  # 4 key heads, one for each rank
+    given = {"kv_heads": 4, "count": 2}
+    flying = (3 * Q + 4 * OUT) // 2 + 3 * kv + OUT
+    assert in_groups(False, **given) == 2 * flying
+    summed = 2 * kv  # dk and dv of this group and of those before
+    first = 2 * (Q + kv + OUT + summed) + (2 * (3 * OUT + 4 * Q) + 2 * kv + 6 * Q) // 2
+    joined = 2 * (2 * Q + kv + max(Q, kv // 2))
+    assert in_groups(True, **given) == max(first, joined)
 
 
 def test_memory_of_a_hybrid_is_that_of_its_ring_beside_what_was_exchanged() -> None:

@@ -32,6 +32,7 @@ def test_a_candidate():
         "peak_extra_bytes": 20,
         "kernels": 4,
         "relayout": False,
+        "head_groups": 1,
         "excluded": None,
         "label": "hybrid 4 (ring) in 2 fold",
     }

@@ -84,7 +84,11 @@ def test_operators_that_send_are_known_by_their_schemas() -> None:
         "ring_shift",
         "split_kv_attention",
         "ulysses_gather",
+        "ulysses_gather_finish",
+        "ulysses_gather_start",
         "ulysses_scatter",
+        "ulysses_scatter_finish",
+        "ulysses_scatter_start",
     }
     assert not communicates(torch.ops.aten.mm.default)
     assert not communicates("mm")

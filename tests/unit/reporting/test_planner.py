@@ -111,9 +111,9 @@ def test_a_memory_budget_below_every_need() -> None:
     assert_expected_inline(
         refusal(memory_budget=1 << 20),
         """\
-cp.plan: every strategy is impossible here: ring zigzag needs 416.0 MiB of extra
-memory per rank, and the budget is 1.0 MiB; that is the smallest need: raise
-memory_budget, or use more ranks""",
+cp.plan: every strategy is impossible here: ulysses in 4 groups of heads needs
+392.0 MiB of extra memory per rank, and the budget is 1.0 MiB; that is the
+smallest need: raise memory_budget, or use more ranks""",
     )
 
 

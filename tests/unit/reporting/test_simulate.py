@@ -71,6 +71,27 @@ def test_the_last_rank_ends_at_the_predicted_time(profile, direction, changes):
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES.keys())
+@pytest.mark.parametrize("direction", ["forward", "both"])
+def test_heads_in_groups(profile, direction):
+    """The first group comes, and the last goes, while nothing is computed."""
+    call = {"heads": 64, "kv_heads": 64, "direction": direction}
+    whole = {c.strategy: c for c in a_plan(profile, **call).candidates}
+    budget = whole[Strategy.ULYSSES].peak_extra_bytes - 1
+    plan = a_plan(profile, memory_budget=budget, **call)
+    (candidate,) = (c for c in plan.candidates if c.strategy is Strategy.ULYSSES)
+    assert candidate.head_groups > 1 and candidate.excluded is None
+    shown = timeline(candidate, plan.workload, profile)
+    assert shown.seconds == pytest.approx(candidate.seconds, rel=1e-9)
+    for row in shown.rows:
+        waited = seconds(row, Activity.COMMUNICATION)
+        assert waited == pytest.approx(candidate.exposed_seconds, rel=1e-9)
+        names = [x.what for x in row.spans if "attention" in x.what]
+        assert len(names) % candidate.head_groups == 0
+        sent = sum(message.seconds for message in row.messages)
+        assert sent >= waited
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES.keys())
 def test_a_token_is_one_collective(profile):
     plan = a_plan(profile, direction="forward", causal=False, seq=1, kv_seq=8192)
     assert plan.strategy is Strategy.SPLIT_KV

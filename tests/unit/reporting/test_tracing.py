@@ -95,6 +95,26 @@ def test_an_exchange_of_heads_is_one_call_from_the_first_exchange_to_the_last():
     assert measured([events], 1) == [Measured(46e-6, 16e-6)]
 
 
+def test_an_exchange_of_heads_in_groups_is_one_call():
+    found = [
+        ("cp::ulysses_scatter_start", 1, 2),
+        ("cp::ulysses_scatter_start", 2, 3),
+        ("cp::ulysses_scatter_finish", 3, 4),
+        ("cp::ulysses_gather_start", 8, 9),
+        ("cp::ulysses_scatter_finish", 9, 10),
+        ("cp::ulysses_gather_finish", 15, 16),
+        ("cp::ulysses_gather_start", 16, 17),
+        ("cp::ulysses_gather_finish", 17, 20),
+        ("cp::ulysses_scatter_start", 41, 42),
+        ("cp::ulysses_gather_finish", 60, 64),
+    ]
+    events = events_of(records(("cp: forward of step", 0, 90), *found))
+    assert lane(events, ATTENTION) == [
+        ("cp::ulysses_attention", 1, 20),
+        ("cp::ulysses_attention", 41, 64),
+    ]
+
+
 @pytest.mark.parametrize("labelled", [True, False], ids=["looped", "unrolled"])
 def test_a_ring_between_exchanges_of_heads_is_a_hybrid(labelled):
     found = [("cp: forward of step", 90, 140), ("cp::ulysses_scatter", 95, 98)]

@@ -1,0 +1,315 @@
+"""Tokens exchanged for heads a few heads at a time, while others are attended to.
+
+    start 0 | start 1 | finish 0, attend 0, start back 0 | start 2 | finish 1, ...
+
+An exchange is two operators, `start`, which packs and sends, and `finish`, which waits
+and unpacks. What is on its way may not be read in between. The gradient of a finish is
+a start of the way back, and that of a start its finish, so that the backward overlaps
+as the forward does. In a compiled graph Inductor keeps operators that communicate in
+this order, see collective_order.py.
+
+Only the messages of two groups exist at a time, where one exchange of all heads needs
+three times what it sends. Method: heads in
+chunks (arXiv 2602.21196).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cpcompile.geometry.head_split import HeadSplit, group_counts
+from cpcompile.ops.comm.communication import call_site, group_by_name
+from cpcompile.ops.comm.head_exchange import (
+    HeadBlock,
+    Results,
+    pack_heads,
+    pack_tokens,
+    place,
+    unpack_heads,
+    unpack_tokens,
+)
+from cpcompile.ops.traced_nodes import sharing
+from cpcompile.torch_private.process_groups import register_work
+
+
+@torch.library.custom_op("cp::ulysses_scatter_start", mutates_args=())
+def scatter_start(
+    tensors: Sequence[Tensor], blocks: Sequence[int], group: str
+) -> Tensor:
+    """Begin cp::ulysses_scatter.
+
+    Args:
+        tensors: [B, heads, local tokens, dim] each, of one dtype.
+        blocks: the fields of a HeadBlock for each of them.
+        group: name of the process group.
+
+    Returns: what arrives, [ranks, elements], to be read by cp::ulysses_scatter_finish.
+
+    Raises: ValueError for tensors that are no such chunks; torch's error with a note if
+    the exchange cannot be started.
+    """
+    name = "cp::ulysses_scatter_start"
+    return _start(
+        pack_tokens(name, tensors, HeadBlock.read(blocks), group), group, name
+    )
+
+
+@scatter_start.register_fake
+def _(tensors: Sequence[Tensor], blocks: Sequence[int], group: str) -> Tensor:
+    return _arriving(tensors, blocks, group)
+
+
+@torch.library.custom_op("cp::ulysses_scatter_finish", mutates_args=())
+def scatter_finish(
+    arriving: Tensor, batch: int, blocks: Sequence[int], group: str
+) -> list[Tensor]:
+    """Finish cp::ulysses_scatter; return its results.
+
+    Raises: torch's error with a note if the exchange fails.
+    """
+    _wait(arriving, "cp::ulysses_scatter_finish", group)
+    return unpack_heads(arriving, batch, HeadBlock.read(blocks), group)
+
+
+@scatter_finish.register_fake
+def _(arriving: Tensor, batch: int, blocks: Sequence[int], group: str) -> list[Tensor]:
+    ranks = group_by_name(group).size()
+    shapes = [block.of_heads(batch, ranks) for block in HeadBlock.read(blocks)]
+    return [arriving.new_empty(shape) for shape in shapes]
+
+
+@torch.library.custom_op("cp::ulysses_gather_start", mutates_args=())
+def gather_start(
+    tensors: Sequence[Tensor], blocks: Sequence[int], group: str
+) -> Tensor:
+    """Begin cp::ulysses_gather.
+
+    Args:
+        tensors: [B, heads per rank, length, dim] each, of one dtype.
+        blocks, group: those of the scatter.
+
+    Returns: what arrives, [ranks, elements], to be read by cp::ulysses_gather_finish.
+
+    Raises: as cp::ulysses_scatter_start.
+    """
+    name = "cp::ulysses_gather_start"
+    return _start(pack_heads(name, tensors, HeadBlock.read(blocks), group), group, name)
+
+
+@gather_start.register_fake
+def _(tensors: Sequence[Tensor], blocks: Sequence[int], group: str) -> Tensor:
+    return _arriving(tensors, blocks, group)
+
+
+@torch.library.custom_op("cp::ulysses_gather_finish", mutates_args=())
+def gather_finish(
+    arriving: Tensor, batch: int, blocks: Sequence[int], group: str
+) -> list[Tensor]:
+    """Finish cp::ulysses_gather; return its results.
+
+    Raises: torch's error with a note if the exchange fails.
+    """
+    _wait(arriving, "cp::ulysses_gather_finish", group)
+    return unpack_tokens(arriving, batch, HeadBlock.read(blocks), group)
+
+
+@gather_finish.register_fake
+def _(arriving: Tensor, batch: int, blocks: Sequence[int], group: str) -> list[Tensor]:
+    pg = group_by_name(group)
+    ranks, rank = pg.size(), pg.rank()
+    shapes = [block.of_tokens(batch, ranks, rank) for block in HeadBlock.read(blocks)]
+    return [arriving.new_empty(shape) for shape in shapes]
+
+
+def _remember_start(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensors, *ctx.rest = inputs
+    ctx.batch = tensors[0].shape[0]
+
+
+def _remember_finish(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, *ctx.rest = inputs
+
+
+def _after_scatter_start(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return gather_finish(grad, ctx.batch, *ctx.rest), None, None
+
+
+def _after_scatter_finish(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    return gather_start(grads, *ctx.rest), None, None, None
+
+
+def _after_gather_start(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return scatter_finish(grad, ctx.batch, *ctx.rest), None, None
+
+
+def _after_gather_finish(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    return scatter_start(grads, *ctx.rest), None, None, None
+
+
+for _start_op, _after_start, _finish_op, _after_finish in (
+    (scatter_start, _after_scatter_start, scatter_finish, _after_scatter_finish),
+    (gather_start, _after_gather_start, gather_finish, _after_gather_finish),
+):
+    _start_op.register_autograd(_after_start, setup_context=_remember_start)
+    _finish_op.register_autograd(_after_finish, setup_context=_remember_finish)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Tensors that travel together: what arrives of them."""
+
+    arriving: Tensor
+    batch: int
+    blocks: list[int]
+    group: str
+
+    @classmethod
+    def of(
+        cls,
+        start: Callable[..., Tensor],
+        tensors: Sequence[Tensor],
+        blocks: Sequence[HeadBlock],
+        group: str,
+    ) -> _Exchange:
+        """Start an exchange."""
+        numbers = [number for block in blocks for number in astuple(block)]
+        arriving = start(tensors, numbers, group)
+        return cls(arriving, tensors[0].shape[0], numbers, group)
+
+    def finish(self, finish: Callable[..., list[Tensor]]) -> list[Tensor]:
+        """Return what has arrived."""
+        return finish(self.arriving, self.batch, self.blocks, self.group)
+
+
+def with_heads_in_groups(
+    attend: Callable[[Tensor, Tensor, Tensor, int], Results],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, int],
+    sizes: tuple[int, int],
+    group: str,
+    groups: int,
+) -> Results:
+    """Run `attend` on all tokens of this rank's heads; return its own tokens.
+
+    The same as `with_exchanged_heads`, in `groups` parts: `attend(q, k, v, first)`
+    computes some of the rank's heads, from the `first` one on. Keys that several parts
+    read travel once, with the first of them.
+
+    Raises: ValueError for a number of groups that is none of `group_counts`.
+    """
+    ranks, heads, kv_heads = group_by_name(group).size(), q.shape[1], k.shape[1]
+    possible = group_counts(heads, kv_heads, ranks)
+    if groups not in possible:
+        raise ValueError(
+            f"cp::ulysses_attention: got {heads} heads, {kv_heads} of keys, on {ranks} "
+            f"ranks in {groups} groups; needed one of {possible or 'no groups'}"
+        )
+    split = HeadSplit(heads, kv_heads, ranks)
+    own, run = split.per_rank // groups, split.per_rank // split.kv_per_rank
+    keys_apart = split.key_groups(groups) > 1
+    (q_len, kv_len), (q_size, kv_size) = lengths, sizes
+    queries = _groups_of(q, ranks, own)
+    whole_keys: list[tuple[Tensor, ...]] = []
+    if keys_apart:
+        keys = [_groups_of(x, ranks, own // run) for x in (k, v)]
+
+    def start(number: int) -> _Exchange:
+        tensors = [queries[number]]
+        blocks = [HeadBlock(ranks * own, ranks * own, q_len, q_size, q.shape[3])]
+        if keys_apart or number == 0:
+            pair = [x[number] for x in keys] if keys_apart else [k, v]
+            readers = ranks * own if keys_apart else heads
+            tensors += pair
+            blocks += [
+                HeadBlock(readers, x.shape[1], kv_len, kv_size, x.shape[3])
+                for x in pair
+            ]
+        return _Exchange.of(scatter_start, tensors, blocks, group)
+
+    def keys_of(number: int, arrived: list[Tensor]) -> Sequence[Tensor]:
+        if keys_apart:
+            return arrived
+        if number == 0:  # a head of keys each, or more where a group reads more
+            count = max(own // run, 1)
+            whole_keys.extend(zip(*(x.split(count, 1) for x in arrived), strict=True))
+        return whole_keys[number * own // max(run, own)]
+
+    def start_back(results: list[Tensor]) -> _Exchange:
+        blocks = [
+            HeadBlock(ranks * own, ranks * own, q_len, q_size, x.shape[3])
+            for x in results
+        ]
+        return _Exchange.of(gather_start, results, blocks, group)
+
+    leaving: list[list[_Exchange]] = []
+    arrived: list[list[Tensor]] = []
+    following = start(0)
+    for number in range(groups):
+        this = following
+        if number + 1 < groups:
+            following = start(number + 1)
+        q_part, *rest = this.finish(scatter_finish)
+        k_part, v_part = keys_of(number, rest)
+        with sharing(ranks):
+            out, lse = attend(q_part, k_part, v_part, number * own)
+        if leaving:
+            arrived.append(_finished(leaving.pop()))
+        if lse is None:
+            leaving.append([start_back([out])])
+        elif lse.dtype == out.dtype:
+            leaving.append([start_back([out, lse.unsqueeze(-1)])])
+        else:
+            leaving.append([start_back([x]) for x in (out, lse.unsqueeze(-1))])
+    arrived.append(_finished(leaving.pop()))
+    out, *lses = (_joined(parts, ranks) for parts in zip(*arrived, strict=True))
+    return out, lses[0].squeeze(-1) if lses else None
+
+
+def _finished(exchanges: list[_Exchange]) -> list[Tensor]:
+    return [x for exchange in exchanges for x in exchange.finish(gather_finish)]
+
+
+def _groups_of(x: Tensor, ranks: int, own: int) -> list[Tensor]:
+    """Cut [B, heads, ..] into parts, each with `own` heads of those of every rank."""
+    parts = x.unflatten(1, (ranks, -1)).split(own, 2)
+    return [part.flatten(1, 2) for part in parts]
+
+
+def _joined(parts: Sequence[Tensor], ranks: int) -> Tensor:
+    """Undo `_groups_of`."""
+    return torch.cat([x.unflatten(1, (ranks, -1)) for x in parts], 2).flatten(1, 2)
+
+
+def _arriving(tensors: Sequence[Tensor], numbers: Sequence[int], group: str) -> Tensor:
+    """Return a buffer of the size of all blocks."""
+    ranks, batch = group_by_name(group).size(), tensors[0].shape[0]
+    count = 0
+    for block in HeadBlock.read(numbers):
+        per_rank = block.split(ranks).kv_per_rank
+        count += batch * per_rank * block.size * block.dim
+    return tensors[0].new_empty((ranks, count))
+
+
+def _start(buffer: Tensor, group: str, name: str) -> Tensor:
+    """Send row r to rank r; return what arrives, on its way."""
+    pg = group_by_name(group)
+    if pg.size() == 1:
+        return buffer
+    received = torch.empty_like(buffer)
+    with call_site(place(name, group)):
+        work = dist.all_to_all_single(received, buffer, group=pg, async_op=True)
+    register_work(received, work)
+    return received
+
+
+def _wait(arriving: Tensor, name: str, group: str) -> None:
+    with call_site(place(name, group)):
+        torch.ops._c10d_functional.wait_tensor(arriving)
