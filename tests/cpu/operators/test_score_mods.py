@@ -44,6 +44,7 @@ def on_ranks(case):
     table = DTensor.from_local(values, mesh, [Replicate()], run_check=False)
     leaves.append(table.requires_grad_())
     given = {"score_mod": text_of(waved, own, q), "bias": table, "wants_lse": True}
+    given["head_groups"] = case.head_groups
     sizes, groups = (case.seq, case.seq), case.groups(mesh)
     out, lse = attention(case.strategy)(
         *leaves[:3], *sizes, False, SCALE, *groups, layout=case.layout.value, **given
@@ -52,20 +53,22 @@ def on_ranks(case):
     return [x[:, :, back] if x.ndim > 2 and i < 5 else x for i, x in enumerate(found)]
 
 
-@pytest.mark.slow(but=["hybrid-4-40-zigzag"])
+@pytest.mark.slow(but=["hybrid-4-40-zigzag-1", "ulysses-2-31-contiguous-2"])
 @pytest.mark.parametrize(
-    ("strategy", "world", "seq", "layout"),
+    ("strategy", "world", "seq", "layout", "groups"),
     [
-        ("ring", 2, 31, "contiguous"),
-        ("all_gather", 2, 40, "zigzag"),
-        ("ulysses", 2, 31, "contiguous"),
-        ("ulysses", 3, 31, "contiguous"),
-        ("hybrid", 4, 40, "zigzag"),
-        ("hybrid", 4, 31, "contiguous"),
+        ("ring", 2, 31, "contiguous", 1),
+        ("all_gather", 2, 40, "zigzag", 1),
+        ("ulysses", 2, 31, "contiguous", 1),
+        ("ulysses", 2, 31, "contiguous", 2),
+        ("ulysses", 3, 31, "contiguous", 1),
+        ("hybrid", 4, 40, "zigzag", 1),
+        ("hybrid", 4, 31, "contiguous", 1),
     ],
 )
-def test_against_one_process(pools, strategy, world, seq, layout):
+def test_against_one_process(pools, strategy, world, seq, layout, groups):
     sizes = {"world": world, "seq": seq, "layout": Layout(layout)}
+    sizes["head_groups"] = groups
     case = MaskedCase("none", strategy, torch.float64, **sizes)
     got = pools[world].run(on_ranks, case)[0]
     q, k, v, _ = case.operands()

@@ -136,8 +136,13 @@ def test_one_program_for_many_lengths(pools):
             comparison.check()
 
 
-def exchanged(kv_heads: int, limit: int | str) -> dict[Any, tuple[int, int]]:
-    """Messages and bytes of attention that a training step receives."""
+def exchanged(
+    kv_heads: int, limit: int | str
+) -> tuple[dict[Any, tuple[int, int]], float]:
+    """Messages and bytes of attention that a training step receives, and its work.
+
+    The work is that of a rank over that of one device.
+    """
     torch._dynamo.reset()
     model = Layers(kv_heads, documents=False, again=False).double()
     options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "ulysses"}
@@ -153,14 +158,17 @@ def exchanged(kv_heads: int, limit: int | str) -> dict[Any, tuple[int, int]]:
                     key = (e.direction, e.kind)
                     messages, size = found.get(key, (0, 0))
                     found[key] = (messages + e.messages, size + e.bytes)
-    return found
+    work = [account.work for report in reports for account in report.accounts]
+    share = sum(x.flops for x in work) / sum(x.whole_flops for x in work)
+    return found, share
 
 
 @pytest.mark.parametrize("kv_heads", [12, 2])
 def test_groups_send_the_same_bytes(pools, kv_heads):
     limit = budget(kv_heads, 40, 2)
-    whole = pools[2].run(exchanged, kv_heads, "auto")[0]
-    some = pools[2].run(exchanged, kv_heads, limit)[0]
+    whole, share = pools[2].run(exchanged, kv_heads, "auto")[0]
+    some, same_share = pools[2].run(exchanged, kv_heads, limit)[0]
+    assert same_share == pytest.approx(share) == pytest.approx(0.5, rel=0.02)
     for direction in (GraphDirection.FORWARD, GraphDirection.BACKWARD):
         messages, size = whole[direction, Kind.ALL_TO_ALL]
         assert messages == 4  # there and back, in two layers
