@@ -64,12 +64,14 @@ def test_trainer_of_transformers(tmp_path) -> None:
     """float32, of which six digits are printed."""
 
     def trained(ranks: int, steps: int, folder: str, *options: str) -> list[list[str]]:
-        out = f"--out={tmp_path / folder}"
-        text = run("train_hf_trainer.py", ranks, out, f"--steps={steps}", *options)
-        return [line.split()[2:] for line in text.splitlines() if "step " in line]
+        given = [f"--out={tmp_path / folder}", f"--steps={steps}", "--evaluate"]
+        text = run("train_hf_trainer.py", ranks, *given, *options)
+        lines = [line.split() for line in text.splitlines()]
+        return [x[2:] for x in lines if x and x[0] in ("step", "evaluation")]
 
     alone = trained(1, 4, "alone")
-    assert len(alone) == 4
+    # Loss and norm of four steps; loss, rows, labels and right ones of two evaluations.
+    assert sorted(map(len, alone)) == [2, 2, 2, 2, 4, 4]
     for ranks, options in ((2, ["--cp=2"]), (4, ["--dp=2", "--cp=2"])):
         folder = f"on_{ranks}"
         trained(ranks, 2, folder, *options)
