@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.fx as fx
+from torch import Tensor
 
 from cpcompile.accounting.graph_account import Exchange, GraphDirection, Line, Purpose
 from cpcompile.accounting.lines import calls_of, line_of
@@ -151,15 +152,29 @@ def _ends(node: fx.Node) -> set[int] | None:
             if user.op == "output":
                 places |= {i for i, x in enumerate(_items(results)) if x is value}
             elif user not in done:
-                if len(user.all_input_nodes) > 1 and not done.issuperset(
-                    x for x in user.all_input_nodes if x.op == "call_function"
-                ):
+                others = [x for x in user.all_input_nodes if x not in done]
+                if any(x.op == "call_function" and not _is_fixed(x) for x in others):
                     return None
                 done.add(user)
                 todo.append(user)
         if len(done) > _FEW:
             return None
     return places
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """Tell whether a value is made of no tensor, as the places of tokens are."""
+    todo, done = [node], {node}
+    while todo:
+        value = todo.pop()
+        if value.op != "call_function" and isinstance(value.meta.get("val"), Tensor):
+            return False
+        if len(done) > _FEW:
+            return False
+        new = [x for x in value.all_input_nodes if x not in done]
+        done.update(new)
+        todo += new
+    return True
 
 
 def _items(results: Any) -> Iterator[Any]:

@@ -36,10 +36,12 @@ def work_of(
     """
     own = whole = 0.0
     lines: dict[Line, LineWork] = {}
+    # Where nothing needs gradients, all calls of a graph have the same number.
+    of_forward = dict(shares)
     for node in calls_of(module):
         if not has_formula(operator_of(node)):
             continue
-        share = _share(node, shares)
+        share = _share(node, shares, of_forward)
         flops = float(flops_of_node(node))
         own, whole = own + flops, whole + flops * share
         new = LineWork(
@@ -56,11 +58,11 @@ def work_of(
     return Work(own, whole, ranks, tuple(_repeated(lines.values(), ranks)))
 
 
-def _share(node: fx.Node, shares: Shares) -> float:
+def _share(node: fx.Node, shares: Shares, of_forward: Shares) -> float:
     number = node.meta.get("seq_nr")
     share = node.meta.get(SHARE)
     if share is None:
-        share = shares.get(number, 1.0) if number is not None else 1.0
+        share = of_forward.get(number, 1.0) if number is not None else 1.0
     elif number is not None:
         shares.setdefault(number, share)
     return float(share) * tokens_share(node)

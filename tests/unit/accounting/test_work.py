@@ -87,6 +87,26 @@ def test_all_work_is_shared_out(strategy: str) -> None:
         assert account.work.repeated == ()
 
 
+def test_all_work_of_a_forward_is_shared_out() -> None:
+    """Without gradients autograd numbers no calls, and all have the same number."""
+    model, tokens = Model(mean_loss), torch.randint(64, (BATCH, 32))
+    wanted = of_one_device(model, tokens)[GraphDirection.FORWARD]
+    with torch.no_grad():
+        (account,) = accounts(model, tokens, strategy="ring", layout="contiguous")
+    assert account.work.whole_flops == pytest.approx(wanted)
+    assert account.work.ratio == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_what_leaves_the_graph_is_a_result(layout: str) -> None:
+    """In a balanced layout tokens are put in order after they are gathered."""
+    model = Model(lambda logits, tokens: logits)
+    options = {"strategy": "ring", "layout": layout}
+    forward, _ = accounts(model, torch.randint(64, (BATCH, 32)), **options)
+    purposes = {x.purpose for x in forward.exchanges if x.kind is Kind.ALL_GATHER}
+    assert purposes == {Purpose.RESULT}
+
+
 def test_work_in_tiles_is_shared_out() -> None:
     """A tile computes the gradient of the head in the forward."""
     model, tokens = Model(mean_loss, 256), torch.randint(256, (BATCH, 1024))
