@@ -109,6 +109,7 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     path = next(reversed(stack.values()))[0] if stack else ""
     path = re.sub(r"^[LG]\['\w+'\]\.?", "", path)  # the root: a local or a global
+    path = path.replace("__dict__['_modules']['", "")  # of a __getattr__ of its own
     return path.replace("_modules['", "").replace("']", "") or "<top level>"
 
 
