@@ -24,15 +24,32 @@ from cpcompile.geometry.mask_cache import seen_fraction
 from cpcompile.geometry.tensor_sizes import elements_of, shape_of
 from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.operators import OpOverload, auto_functionalized_v2
+from cpcompile.torch_private.operators import (
+    HigherOrderOperator,
+    OpOverload,
+    auto_functionalized_v2,
+)
 
 aten, cp = torch.ops.aten, torch.ops.cp
+invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 
 def has_formula(target: Any) -> bool:
     """Tell whether the work of a call is counted."""
     packet = getattr(target, "overloadpacket", None)
     return packet in _ATTENTION or packet in _PRODUCTS or packet in _TORCHS
+
+
+def is_unknown(target: Any) -> bool:
+    """Tell whether nothing is known of the work of a call, as of a custom kernel.
+
+    Calls of aten without a formula work on each element, and ours exchange values.
+    """
+    if isinstance(target, HigherOrderOperator):
+        return target not in (invoke_subgraph, auto_functionalized_v2)
+    if not isinstance(target, OpOverload):
+        return False
+    return target.namespace not in _NAMESPACES or target.overloadpacket in _MIXERS
 
 
 def flops_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
@@ -139,6 +156,9 @@ _PRODUCTS: dict[Any, int] = {
     cp.add_product_: 1,
 }
 _ADDED = cp.add_product_.default
+_NAMESPACES = {"aten", "prims", "prim", "inductor", "rngprims", "_dtensor"}
+_NAMESPACES |= {"cp", "_c10d_functional", "_c10d_functional_autograd", "c10d"}
+_MIXERS = {getattr(cp, name) for name in ("mixer", "mixer_recorded", "mixer_backward")}
 _TORCHS = {x for x in flop_registry if str(x).startswith("aten.")}
 _TORCHS -= {*_ATTENTION, *_PRODUCTS}
 

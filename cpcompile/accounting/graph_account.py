@@ -116,12 +116,14 @@ class Work:
     """The work of a graph, and how it is shared out; fields as in LineWork.
 
     repeated: lines whose work the ranks do more than once, most of it first.
+    uncounted: operators of whose work nothing is known, such as custom kernels.
     """
 
     flops: float
     whole_flops: float
     ranks: int
     repeated: tuple[LineWork, ...] = ()
+    uncounted: tuple[str, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -134,12 +136,15 @@ class GraphAccount:
     """The account of one graph after autograd: a forward or a backward.
 
     exchanges: the largest first.
+    saved_bytes: for a backward, of what the forward saves for it on this rank, beyond
+        inputs of the graph.
     """
 
     direction: GraphDirection
     exchanges: tuple[Exchange, ...]
     work: Work
     joined: tuple[Joined, ...] = ()
+    saved_bytes: int = 0
 
     def messages(self) -> dict[Kind, int]:
         """Count the messages of each kind that are sent when the graph runs once."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch.fx as fx
+from torch import Tensor
 
 from cpcompile.accounting.exchanges import Inputs, exchanges_of
 from cpcompile.accounting.graph_account import (
@@ -18,6 +19,7 @@ from cpcompile.accounting.graph_account import (
 )
 from cpcompile.accounting.shared_work import Shares, work_of
 from cpcompile.accounting.work_shares import shares_noted
+from cpcompile.geometry.tensor_sizes import bytes_of
 from cpcompile.ops.comm.communication import group_by_name
 
 
@@ -54,9 +56,23 @@ class Accounting:
         ]
         ranks = group_by_name(self.inputs.group).size()
         work = work_of(module, ranks, self.shares, self.inputs.key_lines)
-        account = GraphAccount(direction, exchanges, work, tuple(joined))
+        saved = _saved_bytes(module) if is_backward else 0
+        account = GraphAccount(direction, exchanges, work, tuple(joined), saved)
         self.accounts.append(account)
 
     def tracing(self) -> AbstractContextManager[None]:
         """Return a context in which traced calls get the notes that `read` reads."""
         return nullcontext() if self.inputs is None else shares_noted(self.inputs.group)
+
+
+def _saved_bytes(backward: fx.GraphModule) -> int:
+    """Return the bytes of what a backward gets that AOTAutograd has no words for.
+
+    It describes inputs of the program, and the gradients of its results.
+    """
+    values = [
+        node.meta.get("val")
+        for node in backward.graph.find_nodes(op="placeholder")
+        if node.meta.get("desc") is None
+    ]
+    return bytes_of([x for x in values if isinstance(x, Tensor)])

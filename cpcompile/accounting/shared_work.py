@@ -10,6 +10,7 @@ import torch.fx as fx
 from cpcompile.accounting.flops import (
     flops_of_node,
     has_formula,
+    is_unknown,
     operator_of,
     tokens_share,
 )
@@ -36,10 +37,13 @@ def work_of(
     """
     own = whole = 0.0
     lines: dict[Line, LineWork] = {}
+    uncounted: dict[str, None] = {}
     # Where nothing needs gradients, all calls of a graph have the same number.
     of_forward = dict(shares)
     for node in calls_of(module):
         if not has_formula(operator_of(node)):
+            if is_unknown(node.target):
+                uncounted[str(node.target).removesuffix(".default")] = None
             continue
         share = _share(node, shares, of_forward)
         flops = float(flops_of_node(node))
@@ -55,7 +59,8 @@ def work_of(
         )
         before = lines.get(new.line)
         lines[new.line] = new if before is None else _added(before, new)
-    return Work(own, whole, ranks, tuple(_repeated(lines.values(), ranks)))
+    repeated = tuple(_repeated(lines.values(), ranks))
+    return Work(own, whole, ranks, repeated, tuple(uncounted))
 
 
 def _share(node: fx.Node, shares: Shares, of_forward: Shares) -> float:

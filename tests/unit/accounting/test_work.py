@@ -97,6 +97,18 @@ def test_all_work_of_a_forward_is_shared_out() -> None:
     assert account.work.ratio == pytest.approx(1.0)
 
 
+def test_what_the_forward_saves_is_counted() -> None:
+    """Bytes of a rank that grow with its tokens; inputs of the graph do not count."""
+    model = Model(mean_loss)
+    saved = [
+        sum(x.saved_bytes for x in accounts(model, tokens, strategy="ring"))
+        for tokens in (torch.randint(64, (BATCH, length)) for length in (32, 64))
+    ]
+    assert 0 < saved[0] < saved[1] <= 2 * saved[0]
+    operands = 3 * BATCH * (32 // RANKS) * WIDTH * 4  # q, k and v
+    assert saved[0] > operands
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_what_leaves_the_graph_is_a_result(layout: str) -> None:
     """In a balanced layout tokens are put in order after they are gathered."""
