@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger("cpcompile")
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    """Log `message` at warning level the first time this process meets it."""
-    log.warning("%s", message)
+class _Warnings:
+    """The warnings that this process has met, as a function that is called with one."""
+
+    def __init__(self) -> None:
+        self._met: list[str] = []
+        self._is_collecting = False
+
+    def __call__(self, message: str) -> None:
+        """Log `message` at warning level the first time this process meets it."""
+        if message not in self._met:
+            self._met.append(message)
+            if not self._is_collecting:
+                log.warning("%s", message)
+
+    def cache_clear(self) -> None:
+        """Start anew, as in another process."""
+        self._met.clear()
+
+    @contextmanager
+    def collected(self) -> Iterator[list[str]]:
+        """Collect what is warned of inside of the block, as a process of its own.
+
+        Nothing is logged, and what was met before or inside counts only there.
+        """
+        before = self._met, self._is_collecting
+        self._met, self._is_collecting = [], True
+        try:
+            yield self._met
+        finally:
+            self._met, self._is_collecting = before
+
+
+warn_once = _Warnings()

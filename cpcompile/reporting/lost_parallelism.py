@@ -11,6 +11,7 @@ import ast
 import functools
 import linecache
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.fx as fx
@@ -33,6 +34,21 @@ _attended: dict[str, set[int]] = {}
 _told: set[SourceLine] = set()  # lines of graph breaks that were named
 _SAMPLES = 2  # dimensions of values that have no sequence: samples and channels
 _AFTER_BREAK = "torch_dynamo_resume_in_"  # Dynamo's name of what follows a break
+
+
+@contextmanager
+def told_apart() -> Iterator[None]:
+    """Warn of the graphs inside of the block as if there were no others."""
+    before = dict(_attended), set(_told)
+    _attended.clear()
+    _told.clear()
+    try:
+        yield
+    finally:
+        _attended.clear()
+        _told.clear()
+        _attended.update(before[0])
+        _told.update(before[1])
 
 
 def warn_about_losses(

@@ -8,6 +8,8 @@ and the backend gets only what follows the break. Seen in torch 2.13.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,3 +66,15 @@ def break_at(place: SourceLine) -> GraphBreak | None:
 def forget() -> None:
     """Start anew, as for another program."""
     _breaks.clear()
+
+
+@contextmanager
+def noted_apart() -> Iterator[None]:
+    """Note the breaks inside of the block, and forget them after it."""
+    before = dict(_breaks)
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+        _breaks.update(before)
