@@ -54,7 +54,7 @@ class Options:
     layout: how the tokens of causal attention are dealt out to the ranks, or None to
         choose per call: see cpcompile.geometry.layout. The model sees them in order.
     strict: raise for what cannot be proven equal, instead of warning and gathering.
-    inner: the compiler that runs the rewritten graph.
+    inner: the compiler that runs the rewritten graph; SHAPES for cp.check alone.
     mode: for Inductor, as torch.compile(mode=...), which takes no options beside it.
     grad_sync: which gradients parameters get. None: what FSDP2 or DDP expects of a
         parameter that it manages, and else "reduce".
@@ -199,6 +199,8 @@ _RULES = {
     "offload_activations": BOOL,
 }
 LOCAL_VIEW = "cp.ContextParallel"  # the option by which it says that it calls
+CHECKED = "cp.check"  # likewise; its value makes each call's options its own
+SHAPES = "shapes"  # the inner compiler of cp.check, which computes nothing
 _FORMER = {
     "view": "is gone: needed cp.ContextParallel, which says by itself that tensors are "
     "local",
@@ -234,6 +236,9 @@ def parse_options(
     for name, value in (options or {}).items():
         if name == LOCAL_VIEW:
             parsed["local_view"] = True
+            continue
+        if name == CHECKED:
+            parsed["inner"] = SHAPES
             continue
         if name in _FORMER:
             raise OptionError(f'option {name!r} of backend="cp" {_FORMER[name]}')

@@ -23,7 +23,7 @@ from cpcompile.frontend.request import inner_for
 from cpcompile.frontend.symbolic_sizes import example_of
 from cpcompile.ops.comm.communication import span
 from cpcompile.ops.dtensor.local_part import owned
-from cpcompile.options import Options
+from cpcompile.options import SHAPES, Options
 from cpcompile.passes.graph.graph_pass import PassRun
 from cpcompile.passes.joint.saving.saving_options import saving_of, warn_of_budget
 from cpcompile.passes.joint.tiling.tiling_options import tiling_of, warn_of_no_tiles
@@ -110,7 +110,7 @@ def assemble(
             result if placement is None else placement.wrap(result, mesh)
             for result, placement in zip(owned(results, args), outputs, strict=True)
         ]
-        for later in ctx.findings.later_results:
+        for later in ctx.findings.later_results if options.inner != SHAPES else ():
             placement, i = outputs[later.number], later.number
             assert placement is not None, f"{later.name} is a DTensor outside"
             wrapped[i] = later.run(wrapped[i], args, placement)
