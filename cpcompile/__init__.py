@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cpcompile import config
+    from cpcompile.apps.checking.check import check
     from cpcompile.apps.verification.verify import verify
     from cpcompile.cost.max_sequence.fit import fit
     from cpcompile.cost.mixer_planner import plan_mixer
@@ -24,6 +25,7 @@ __all__ = [
     "ContextParallel",
     "Explanation",
     "MixerState",
+    "check",
     "config",
     "explain",
     "fit",
@@ -43,6 +45,7 @@ _HOMES = {
     "ContextParallel": "cpcompile.frontend.local_view",
     "Explanation": "cpcompile.reporting.explanation",
     "MixerState": "cpcompile.ops.mixers.mixer",
+    "check": "cpcompile.apps.checking.check",
     "explain": "cpcompile.reporting.explanation",
     "fit": "cpcompile.cost.max_sequence.fit",
     "plan": "cpcompile.cost.planner",

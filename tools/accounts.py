@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile as cp
 from cpcompile.accounting.graph_account import GraphAccount, GraphDirection, Purpose
+from cpcompile.apps.checking.fake_ranks import fake_ranks
 from cpcompile.reporting.account_lines import work_ratio
 from cpcompile.reporting.graph_report import recording
 from tests.models.case import VOCABULARY, Case, without_dropout
@@ -89,9 +87,7 @@ def account(case: Case, ranks: int, length: int | None = None) -> list[GraphAcco
     """Return the accounts of a training step on one of `ranks` ranks."""
     torch._dynamo.reset()
     model, inputs = make_model(case), case.inputs(length or case.lengths[-1])
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+    with fake_ranks(ranks) as mesh:
         options = {"mesh": mesh, "inner": "aot_eager"}
         shard = {name: dim for name, dim in case.shard.items() if name in inputs}
         step = torch.compile(
@@ -100,8 +96,6 @@ def account(case: Case, ranks: int, length: int | None = None) -> list[GraphAcco
         with recording() as reports, case.around(), cp.config.patch(hardware="cpu"):
             step(**inputs)  # compiles the backward too
         return [x for report in reports for x in report.accounts]
-    finally:
-        dist.destroy_process_group()
 
 
 def row(name: str, tokens: int, accounts: Sequence[GraphAccount]) -> Row:

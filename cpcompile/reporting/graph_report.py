@@ -50,6 +50,11 @@ class CallReport:
     dropout_p: float = 0.0
     made_of: str = ""
 
+    @property
+    def form(self) -> str | None:
+        """Strategy and layout, such as "ring zigzag"; None if it was not rewritten."""
+        return None if self.plan is None else _form(self.plan)
+
     @classmethod
     def of(cls, call: AttentionCall, ctx: Context) -> CallReport:
         plan, mask = ctx.findings.plans.get(call), ctx.findings.masks.get(call)
@@ -221,7 +226,7 @@ class GraphReport:
 
     def summary(self) -> str:
         """Return one line for the log."""
-        chosen = [_form(c.plan) for c in self.calls if c.plan is not None]
+        chosen = [c.form for c in self.calls if c.form is not None]
         counts = ", ".join(f"{chosen.count(s)} {s}" for s in sorted(set(chosen)))
         seconds = sum(run.seconds for run in self.passes)
         return (

@@ -1,7 +1,7 @@
-"""The command `cpcompile`: plan without a GPU, verify a model, look at a machine.
+"""The command `cpcompile`: check a model, verify it, plan without a GPU.
 
-Exit codes: 0, 1 if `doctor` found problems or `verify` a difference, 2 for a mistake of
-the user, which is one line on stderr.
+Exit codes: 0, 1 if `doctor` found problems, `check` a call that is refused or `verify`
+a difference, 2 for a mistake of the user, which is one line on stderr.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from cpcompile.apps.cli import doctor
 
             return doctor.run(as_json=parsed.json)
+        if parsed.command == "check":
+            # It imports torch as well.
+            from cpcompile.apps.cli import cli_check
+
+            return cli_check.run(parsed)
         if parsed.command in ("verify", "trace"):
             # They import torch as well.
             from cpcompile.apps.cli import cli_verify
@@ -60,6 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="cpcompile", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    verify_arguments.add_check_arguments(
+        commands.add_parser(
+            "check",
+            help="say what several ranks would do with a model, in seconds",
+            description="Compile a model as one of several ranks, in this process and "
+            "without a launch: what is shared out, what is gathered, what breaks the "
+            "graph, and the one thing to do next.",
+        )
+    )
     plan = commands.add_parser(
         "plan",
         help="compare every way to run a model's attention on so many ranks",

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     machine.add_argument(
         "--memory-budget",
-        type=_bytes,
+        type=bytes_of_text,
         metavar="BYTES",
         help="extra memory per rank that a strategy may take, such as 8GiB",
     )
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit", action="store_true", help="find it, for a decoder with a gated MLP"
     )
     fitting.add_argument(
-        "--memory", type=_bytes, metavar="BYTES", help="of one rank, such as 80G"
+        "--memory", type=bytes_of_text, metavar="BYTES", help="of one rank, such as 80G"
     )
     fitting.add_argument(
         "--fsdp", action="store_true", help="parameters are sharded over the ranks"
@@ -152,7 +152,8 @@ def _count(text: str) -> int:
     return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
 
 
-def _bytes(text: str) -> float:
+def bytes_of_text(text: str) -> float:
+    """Return the number of bytes that "80G" or "8GiB" means."""
     match = re.fullmatch(r"(\d+\.?\d*)\s*([kmgt]?i?)b?", text.lower())
     size = 0.0 if match is None else float(match[1]) * _BYTES.get(match[2], 0)
     if size <= 0:

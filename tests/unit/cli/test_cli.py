@@ -112,7 +112,7 @@ def test_what_is_needed(capsys):
         ),
         """\
 cpcompile: the following arguments are required: COMMAND
-cpcompile: argument COMMAND: invalid choice: 'paln' (choose from 'plan', 'doctor', 'verify', 'trace', 'calibrate')
+cpcompile: argument COMMAND: invalid choice: 'paln' (choose from 'check', 'plan', 'doctor', 'verify', 'trace', 'calibrate')
 cpcompile plan: needs --cp (or --gpus), the number of ranks
 cpcompile plan: needs --model, or --heads and --head-dim
 cpcompile plan: needs --model, or --head-dim""",  # noqa: E501

@@ -4,7 +4,12 @@ import argparse
 
 import pytest
 
-from cpcompile.apps.cli.plan_arguments import _bytes, _count, _override, _ranks
+from cpcompile.apps.cli.plan_arguments import (
+    _count,
+    _override,
+    _ranks,
+    bytes_of_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +54,13 @@ def test_too_many_ranks():
     ],
 )
 def test_bytes(text, size):
-    assert _bytes(text) == size
+    assert bytes_of_text(text) == size
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "GiB", "1XB", "i", "1 i"])
 def test_no_bytes(text):
     with pytest.raises(argparse.ArgumentTypeError, match="no positive number of bytes"):
-        _bytes(text)
+        bytes_of_text(text)
 
 
 def test_counts():

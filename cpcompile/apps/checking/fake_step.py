@@ -1,0 +1,193 @@
+"""Compile a step of a model as one of several fake ranks; nothing is computed.
+
+    model, inputs  ->  copies without values  ->  backend="cp", results are zeros
+                                              ->  reports, warnings, graph breaks
+
+What compiled graphs return are zeros of the right shapes. Sizes are not a matter of
+time, and only what the program itself keeps takes memory. Where the program reads a
+value, at a graph break, it gets zero.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from cpcompile import config
+from cpcompile.apps.checking.fake_ranks import fake_ranks
+from cpcompile.compile.no_computation import zeros_like
+from cpcompile.errors import CPError, InputError, RewriteError
+from cpcompile.logs import warn_once
+from cpcompile.options import CHECKED
+from cpcompile.refusals import is_refusal
+from cpcompile.reporting import lost_parallelism
+from cpcompile.reporting.graph_report import GraphReport, recording
+from cpcompile.torch_patches import graph_breaks
+from cpcompile.torch_patches.graph_breaks import GraphBreak
+from cpcompile.torch_private import pytree
+
+_ERROR_LENGTH = 600  # of torch's text for what cannot be compiled
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """What became of one call on one of several ranks.
+
+    graphs: in the order in which they ran. warnings: of cpcompile, in order.
+    breaks: of Dynamo's graphs. refused: what a run with strict=True raises.
+    """
+
+    graphs: tuple[GraphReport, ...]
+    warnings: tuple[str, ...]
+    breaks: tuple[GraphBreak, ...]
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class CheckedCall:
+    """A model, the arguments of one call, and how it is compiled.
+
+    options: of the backend, without a mesh. backward: whether gradients are needed.
+    hardware: the name of a profile, or None for that of this machine.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    options: Mapping[str, Any]
+    ranks: int
+    backward: bool
+    hardware: str | None
+
+    @property
+    def device_type(self) -> str:
+        """The type of device that the model is on; "cpu" for one without memory."""
+        device = next((x.device.type for x in self.model.parameters()), "cpu")
+        return "cpu" if device == "meta" else device
+
+    @property
+    def device_name(self) -> str:
+        """The name of the GPU that the model is on, or ""."""
+        if self.device_type != "cuda" or not torch.cuda.is_available():
+            return ""
+        return str(torch.cuda.get_device_name())
+
+    def step(self) -> FakeStep:
+        """Compile the call; what strict=True refuses runs on gathered tensors.
+
+        Raises: InputError, OptionError; InputError also for a model that does not run.
+        """
+        if not self.options.get("strict", True):
+            return self._compiled(strict=False)
+        try:
+            return self._compiled(strict=True)
+        except RewriteError as error:
+            step = self._compiled(strict=False)
+            text = f"{type(error).__name__}: {error}"
+            return FakeStep(step.graphs, step.warnings, step.breaks, text)
+
+    def _compiled(self, strict: bool) -> FakeStep:
+        device, axis = self.device_type, self.options.get("axis", "cp")
+        model, args, kwargs = self._copied()
+        with ExitStack() as stack:
+            mesh = stack.enter_context(fake_ranks(self.ranks, device, axis))
+            warnings = stack.enter_context(warn_once.collected())
+            for entered in (
+                lost_parallelism.told_apart(),
+                graph_breaks.noted_apart(),
+                torch.random.fork_rng(devices=[]),
+                torch.set_grad_enabled(self.backward),
+                _dynamo_as_new(),
+                config.patch(check_ranks=0, profile=None),
+            ):
+                stack.enter_context(entered)
+            if self.hardware is not None:
+                stack.enter_context(config.patch(hardware=self.hardware))
+            reports = stack.enter_context(recording())
+            options = dict(self.options) | {"mesh": mesh, "strict": strict}
+            options[CHECKED] = object()  # last, so that it decides on "inner"
+            call = torch.compile(model, backend="cp", options=options)
+            self._run(call, args, kwargs)
+            breaks = graph_breaks.breaks()
+        once = {id(report): report for report in reports}
+        return FakeStep(tuple(once.values()), tuple(warnings), breaks)
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        try:
+            call(*args, **kwargs)
+        except Exception as error:  # whatever a model raises, or torch for it
+            inner = getattr(error, "inner_exception", None) or error
+            if isinstance(inner, CPError):
+                raise inner from None
+            if not is_refusal(inner):  # a mistake of ours
+                raise
+            while inner.__cause__ is not None:
+                inner = inner.__cause__
+            text = shorten(str(inner), _ERROR_LENGTH)
+            raise InputError(
+                f"{type(self.model).__name__} does not run with these inputs under "
+                f"torch.compile ({type(inner).__name__}: {text}); needed a model "
+                "and inputs that run on one process"
+            ) from error
+
+    def _copied(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """Return a copy that shares nothing, whose parameters on CPUs are zeros.
+
+        What is on the device "meta" comes to be on the CPU.
+        """
+        memo: dict[int, Any] = {}
+        for parameter in self.model.parameters():
+            if type(parameter) is nn.Parameter and _is_cheap(parameter):
+                same = nn.Parameter(_zeros_like(parameter), parameter.requires_grad)
+                same.__dict__.update(parameter.__dict__)
+                memo[id(parameter)] = same
+        for buffer in self.model.buffers():
+            if buffer.is_meta:
+                memo[id(buffer)] = _zeros_like(buffer)
+        try:
+            model = copy.deepcopy(self.model, memo)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise InputError(
+                f"{type(self.model).__name__} cannot be copied ({error}); needed a "
+                "model that copy.deepcopy can copy"
+            ) from error
+        args, kwargs = pytree.tree_map_only(
+            Tensor, _copied_input, (self.args, dict(self.kwargs))
+        )
+        return model, args, kwargs
+
+
+def _is_cheap(x: Tensor) -> bool:
+    """Tell whether zeros of this size take no memory until they are written to."""
+    return x.is_meta or x.device.type == "cpu"
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    return zeros_like(x.detach(), torch.device("cpu"))
+
+
+def _copied_input(x: Tensor) -> Tensor:
+    copied = _zeros_like(x) if x.is_meta else x.detach().clone()
+    return copied.requires_grad_(x.requires_grad)
+
+
+@contextmanager
+def _dynamo_as_new() -> Iterator[None]:
+    """Compile inside of the block as if nothing was compiled before, nor after it.
+
+    Dynamo remembers code that it could not compile, and sizes that have changed.
+    """
+    torch._dynamo.reset()
+    try:
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            yield
+    finally:
+        torch._dynamo.reset()

@@ -1,0 +1,174 @@
+"""Estimate how long a sequence fits, and say what the estimate is based on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from cpcompile.apps.checking.fake_step import CheckedCall
+from cpcompile.cost.hardware.profile import HardwareProfile
+from cpcompile.cost.max_sequence.fit import fit
+from cpcompile.cost.max_sequence.model_memory import Decoder
+from cpcompile.cost.planner import BYTES_PER_ELEMENT
+from cpcompile.reporting.graph_report import GraphReport
+
+_ALIKE = 0.02  # of the parameters, by which sizes may miss those of the model
+_ADAM = {2: 12, 4: 8}  # bytes of its state per parameter, with a copy in float32
+_NAMES = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "hidden": "hidden_size",
+    "feed_forward": "intermediate_size",
+    "vocabulary": "vocab_size",
+}
+
+
+@dataclass(frozen=True)
+class LongestSequence:
+    """The longest sequence that one training step has room for.
+
+    tokens: of the sequence, on all ranks together; 0 if none fits.
+    memory: bytes of one rank. basis: what the estimate is based on, in words.
+    """
+
+    tokens: int
+    memory: float
+    basis: str
+
+    def __str__(self) -> str:
+        room = f"{self.memory / 1e9:.4g} GB per rank"
+        if not self.tokens:
+            return f"no sequence in {room}: {self.basis}"
+        return f"at most about {self.tokens:,} tokens in {room}: {self.basis}"
+
+
+def longest_sequence(
+    call: CheckedCall,
+    graphs: tuple[GraphReport, ...],
+    memory: float,
+    profile: HardwareProfile,
+) -> LongestSequence | None:
+    """Return the estimate; None where there is no honest one.
+
+    A decoder whose parameters `cp.fit` counts right is fitted by it. Of other models
+    what the forward saves is taken to grow with the tokens, which it does not where
+    attention by hand saves weights of all pairs.
+    """
+    if not call.backward:
+        return None
+    decoder = _decoder(call.model)
+    dtype = _dtype(call.model)
+    if decoder is not None and dtype is not None:
+        found = fit(
+            decoder,
+            memory=memory,
+            ranks=call.ranks,
+            dtype=dtype,
+            hardware=call.hardware or profile.name,
+        )
+        basis = "by cp.fit for a decoder of this size, with Adam, one row"
+        return LongestSequence(found.tokens, memory, basis)
+    return _by_saved_bytes(call, graphs, memory)
+
+
+def saved_per_token(
+    call: CheckedCall, graphs: tuple[GraphReport, ...]
+) -> tuple[float, int] | None:
+    """Return bytes that a rank saves per token of its own, and the rows of the batch.
+
+    None without a sharded input, or where attention by hand may save all pairs.
+    """
+    if any(graph.left or graph.row_parallel for graph in graphs):
+        return None
+    shape = _sequence(call, graphs)
+    saved = sum(x.saved_bytes for graph in graphs for x in graph.accounts)
+    if shape is None or not saved:
+        return None
+    rows, length = shape
+    return saved / (rows * -(-length // call.ranks)), rows
+
+
+def _by_saved_bytes(
+    call: CheckedCall, graphs: tuple[GraphReport, ...], memory: float
+) -> LongestSequence | None:
+    per_token = saved_per_token(call, graphs)
+    if per_token is None:
+        return None
+    size, rows = per_token
+    fixed = 0
+    for parameter in call.model.parameters():
+        itemsize = parameter.element_size()
+        needed = _ADAM.get(itemsize, 2 * itemsize) + itemsize
+        fixed += parameter.numel() * (itemsize + needed * parameter.requires_grad)
+    tokens = int(max(memory - fixed, 0.0) / (size * rows)) * call.ranks
+    basis = (
+        f"{fixed / 1e9:.3g} GB of parameters, gradients and Adam, and what the forward "
+        f"saves, {size / 1024:.1f} KiB per token, if it grows with the tokens; without "
+        f"what the backward needs beside; {rows} {'rows' if rows > 1 else 'row'}"
+    )
+    return LongestSequence(tokens, memory, basis)
+
+
+def _sequence(
+    call: CheckedCall, graphs: tuple[GraphReport, ...]
+) -> tuple[int, int] | None:
+    """Return the rows and the length of the sequence, if there is one length."""
+    if any(graph.began for graph in graphs):
+        return None
+    try:
+        signature = inspect.signature(type(call.model).forward)
+        bound = signature.bind(None, *call.args, **call.kwargs).arguments
+    except TypeError:
+        return None
+    values: dict[str, Any] = dict(bound)
+    for x in bound.values():  # of **kwargs
+        if isinstance(x, Mapping):
+            values |= x
+    shapes = [
+        (values[x.name].shape, x.dim)
+        for graph in graphs
+        for x in graph.inputs
+        if isinstance(values.get(x.name), Tensor)
+    ]
+    if len({shape[dim] for shape, dim in shapes}) != 1:
+        return None
+    shape, dim = shapes[0]
+    return (shape[0] if dim == 1 else 1), shape[dim]
+
+
+def _dtype(model: nn.Module) -> str | None:
+    """Return the dtype of all parameters, or None for several."""
+    dtypes = {str(x.dtype).removeprefix("torch.") for x in model.parameters()}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*BYTES_PER_ELEMENT} else None
+
+
+def _decoder(model: nn.Module) -> Decoder | None:
+    """Return the sizes of a decoder of transformers, if they count its parameters."""
+    config = getattr(model, "config", None)
+    numbers: dict[str, Any] = {x: getattr(config, y, None) for x, y in _NAMES.items()}
+    if not all(type(x) is int and x > 0 for x in numbers.values()):
+        return None
+    head_dim = getattr(config, "head_dim", None)
+    decoder = Decoder(
+        head_dim=head_dim or numbers["hidden"] // numbers["heads"],
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        normed=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+        **numbers,
+    )
+    count = sum(x.numel() for x in model.parameters())
+    return decoder if abs(decoder.parameters - count) <= _ALIKE * count else None
+
+
+def device_memory(model: nn.Module) -> float | None:
+    """Return the bytes of the GPU on which the model is; None on others."""
+    device = next((x.device for x in model.parameters()), None)
+    if device is None or device.type != "cuda":
+        return None
+    return float(torch.cuda.get_device_properties(device).total_memory)

@@ -1,0 +1,330 @@
+"""The report of cp.check, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+import cpcompile as cp
+from cpcompile.apps.checking.check import check_call
+from cpcompile.apps.checking.check_report import Check
+from cpcompile.apps.checking.longest_sequence import LongestSequence
+from cpcompile.apps.cli.main import main
+from cpcompile.errors import InputError, OptionError
+from cpcompile.logs import warn_once
+from cpcompile.torch_patches import graph_breaks
+from cpcompile.torch_private.dynamo import counters
+
+WORDS, WIDTH, LENGTH = 64, 32, 512
+
+
+class Layer(nn.Module):
+    """Causal attention, and what a test puts in front of it."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        if self.kind == "breaks":
+            torch._dynamo.graph_break()
+        if self.kind == "by hand":
+            scores = (q @ k.transpose(-1, -2)) * q.mean(-1, keepdim=True)
+            return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).flatten(2)
+
+
+class Decoder(nn.Module):
+    def __init__(self, kind: str = "", layers: int = 1):
+        super().__init__()
+        self.kind = kind
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        self.calls.add_(1)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = self.head(x)
+        if labels is None:
+            return logits
+        if self.kind == "gathers":
+            kept = logits[:, torch.arange(logits.shape[1] - 1)].flatten(0, 1)
+            return F.cross_entropy(kept, labels[:, 1:].flatten())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def tokens(length: int = LENGTH) -> Tensor:
+    return torch.zeros(1, length, dtype=torch.long)
+
+
+def check(kind: str = "", layers: int = 1, **settings) -> Check:
+    settings = {"hardware": "cpu", **settings}
+    return cp.check(Decoder(kind, layers), tokens(), tokens(), **settings)
+
+
+@functools.cache
+def shared_report() -> Check:
+    """Of a model of which all is shared out."""
+    return check_call(
+        Decoder(),
+        (tokens(), tokens()),
+        {},
+        memory=1e9,
+        hardware="cpu",
+        entry="train:make",
+    )
+
+
+def printed(report: object) -> str:
+    """Without numbers of lines, which every change of this file moves."""
+    text = re.sub(r"test_check\.py:\d+", "test_check.py:N", str(report))
+    return re.sub(r"/\S*/(?=\w+\.py)", "", text)
+
+
+def test_the_report():
+    report = check("gathers", memory=1e9, layers=2)
+    assert_expected_inline(
+        printed(report),
+        """\
+Decoder on 4 ranks, forward and backward (default options; predicted for cpu)
+
+  attention    2 of 2 calls shared out: 2 hybrid
+  inputs       tokens dim 1 (inferred)
+  work         all ranks do 1.04 times that of one device (1.00 in the forward, 1.06 in
+               the backward); 37.3 MFLOP per rank
+  received     0.622 MiB per rank: attention 0.375, value 0.187, gradient 0.060
+  gathered     0.094 MiB  forward  value  <top level>  test_check.py:N, in forward
+               0.094 MiB  forward  value  <top level>  test_check.py:N, in forward
+  graph        1 graph, no break
+  fits         at most about 1,578,324 tokens in 1 GB per rank: 0.000168 GB of
+               parameters, gradients and Adam, and what the forward saves, 2.5 KiB per
+               token, if it grows with the tokens; without what the backward needs
+               beside; 1 row
+
+NEXT: 0.187 MiB gathered at test_check.py:N, in forward: 0.246 ms, 20% of the step;
+      look at this line: what reorders tokens by data, or loops over parts of them,
+      gathers all of them; mask tokens instead, and call on all tokens at once""",
+    )
+
+
+def test_nothing_to_do():
+    report = shared_report()
+    assert report.findings == () and report.exit_code == 0
+    assert report.work_ratio == pytest.approx(1.0)
+    assert all(x.form is not None for x in report.attention)
+    text = report.next
+    assert "`cpcompile verify train:make --world 4` proves" in text
+    assert "torchrun --standalone --nproc-per-node 4 train.py" in text
+
+
+def test_results_that_leave_the_model_whole():
+    report = cp.check(Decoder(), tokens(), hardware="cpu")
+    (finding,) = report.findings
+    assert finding.what.startswith("results leave the model whole, 0.094 MiB")
+    assert "(head)" in finding.what and '"outputs"' in finding.fix
+    assert report.next == str(finding)
+
+
+def test_a_graph_break_comes_first():
+    report = check("breaks")
+    (place,) = report.breaks
+    assert "test_check.py" in place.place and "graph_break" in place.reason
+    assert report.next.startswith("graph break at ")
+    assert report.findings[0].seconds >= report.findings[-1].seconds
+    assert any("graph break" in text for text in report.warnings)
+    assert "it got zeros where it read values" in report.unknown[-1]
+    assert "2 graphs, 1 break" in str(report)
+
+
+def test_attention_that_is_not_shared_out():
+    report = check("by hand", memory=1e9)
+    assert {x.form for x in report.attention} == {None}
+    assert "0.188 MiB gathered at" in report.next and "(layers.0)" in report.next
+    assert report.next.endswith("call F.scaled_dot_product_attention")
+    assert report.longest is None
+    assert "cannot be said: attention by hand may save weights" in str(report)
+
+
+def test_a_model_of_which_nothing_can_be_shared_out():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    report = cp.check(model, torch.ones(2, 16, 8), hardware="cpu")
+    assert report.attention == () and "attention    none" in str(report)
+    assert "inputs       none carries the sequence" in str(report)
+    assert "nothing is shared out" in report.next
+
+
+def test_what_strict_refuses():
+    report = check(options={"strategy": "latents"})
+    assert report.refused is not None and report.exit_code == 1
+    assert "RewriteError: attention at layers.0: strategy latents" in report.refused
+    assert "set options={'strict': False}" in report.next
+
+
+def test_the_forward_alone():
+    report = check(train=False)
+    assert report.work_ratio == pytest.approx(1.0)
+    assert "forward and backward" not in str(report)
+    assert "fits" not in str(report)
+
+
+def test_the_longest_sequence():
+    """It follows from what is saved, which grows with the tokens."""
+    report = shared_report()
+    assert report.longest is not None and report.saved_per_token is not None
+    memory = report.longest.tokens / 4 * report.saved_per_token
+    assert memory == pytest.approx(1e9, rel=0.01)
+    assert "KiB per token" in report.longest.basis
+    assert str(LongestSequence(0, 1e9, "...")) == "no sequence in 1 GB per rank: ..."
+
+
+def test_a_model_without_memory_and_a_long_sequence():
+    """Nothing is computed: 12 GiB of logits are none."""
+    with torch.device("meta"):
+        model = Decoder()
+    long = torch.zeros(1, 2**20, dtype=torch.long, device="meta")
+    report = cp.check(model, long, long, ranks=8, hardware="h100")
+    assert report.hardware == "h100_sxm"
+    assert report.work_ratio == pytest.approx(1.0)
+    assert all(x.is_meta for x in model.parameters())
+
+
+def test_what_was_there_stays(caplog):
+    """The model, what was warned of, breaks, random numbers; no group is left."""
+    model = Decoder("breaks")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    graph_breaks.forget()
+    warn_once.cache_clear()
+    state, hook = torch.get_rng_state(), sys.excepthook
+    with caplog.at_level(logging.WARNING, "cpcompile"):
+        report = cp.check(model, tokens(), tokens())
+    assert report.warnings and not caplog.records
+    assert graph_breaks.breaks() == ()
+    assert all(x.equal(before[name]) for name, x in model.state_dict().items())
+    assert all(x.grad is None for x in model.parameters())
+    assert torch.get_rng_state().equal(state) and sys.excepthook is hook
+    assert not dist.is_initialized()
+    again = cp.check(model, tokens(), tokens())
+    assert again.warnings == report.warnings and again.breaks == report.breaks
+    # Dynamo remembers no length, of which another one would be the second.
+    counters.clear()
+    compiled = torch.compile(Decoder(), backend="eager")
+    compiled(tokens(16), tokens(16))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_json():
+    text = shared_report().to_json()
+    assert '"strategy": ' in text and '"saved_bytes"' in text
+    assert json.loads(text)["ranks"] == 4
+
+
+def refused(*args, error=InputError, model=None, **settings) -> str:
+    with pytest.raises(error) as caught:
+        cp.check(model or Decoder(), *args, **settings)
+    assert not dist.is_initialized()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 0, True, 2.0])
+def test_less_than_two_ranks(ranks):
+    assert f"got ranks={ranks!r}; needed at least 2" in refused(tokens(), ranks=ranks)
+
+
+def test_no_module():
+    assert "got function as the model" in refused(tokens(), model=lambda x: x)
+
+
+def test_no_input():
+    assert "cp.check(model, tokens, labels)" in refused()
+
+
+def test_memory():
+    assert "got memory=-1" in refused(tokens(), memory=-1)
+    assert "got memory=Tensor" in refused(tokens(), memory=tokens())
+
+
+def test_options():
+    text = refused(tokens(), options={"strateg": "ring"}, error=OptionError)
+    assert "did you mean 'strategy'" in text
+    text = refused(tokens(), options={"axis": ("ring", "ulysses")})
+    assert "two axes" in text
+    text = refused(tokens(), hardware="h1000", error=ValueError)
+    assert "hardware profile 'h1000' is unknown" in text
+
+
+def test_a_model_that_does_not_run():
+    text = refused(tokens().float())
+    assert "Decoder does not run with these inputs under torch.compile" in text
+    assert "Expected tensor for argument #1 'indices'" in text
+
+
+def test_in_a_group_that_runs(one_rank):
+    with pytest.raises(InputError) as caught:
+        cp.check(Decoder(), tokens())
+    assert "a process group of 1 ranks runs here" in str(caught.value)
+    assert "needed a call before init_process_group" in str(caught.value)
+
+
+def test_a_mesh(one_rank):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    with pytest.raises(InputError, match="makes one of fake ranks"):
+        cp.check(Decoder(), tokens(), options={"mesh": mesh})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "checked.py").write_text(
+        "import torch\n"
+        "from tests.unit.checking.test_check import Decoder, tokens\n"
+        "def made(): return Decoder(), {'tokens': tokens(), 'labels': tokens()}\n"
+        "def wrong(): return Decoder()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "checked", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["checked"], "needed module:function"),
+        (["nowhere:made"], "there is no module 'nowhere'"),
+        (["checked:other"], "has no function 'other'; it has"),
+        (["checked:wrong"], "checked:wrong returned Decoder; needed (model, inputs)"),
+        (["checked:made", "--ranks", "1"], "got ranks=1; needed at least 2 ranks"),
+        (["checked:made", "--memory", "much"], "no positive number of bytes"),
+    ],
+)
+def test_mistakes_on_the_command_line(folder, capsys, arguments, text):
+    assert main(["check", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_command(folder, capsys):
+    line = "check checked:made --ranks 2 --strategy ring --hardware cpu --forward"
+    assert main(line.split()) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Decoder on 2 ranks, forward (strategy='ring'; predicted")
+    assert "1 of 1 calls shared out: 1 ring" in out
+    assert "`cpcompile verify checked:made --world 2`" in out
