@@ -49,6 +49,7 @@ def _join_all(graph: fx.Graph) -> int:
             continue  # what is written under no_grad has no gradient
         if _cover(parts, value):
             _replace(parts, base)
+            order = {node: place for place, node in enumerate(graph.nodes)}
             count += 1
     return count
 

@@ -45,6 +45,17 @@ def of_tokens(x, y):
     return new
 
 
+def of_a_later_one(x, y):
+    """A part is a new tensor that is made after the one that it is written to."""
+    new = torch.empty_like(x)
+    part = torch.empty_like(x[..., :3])
+    part[..., :1] = x[..., :1]
+    part[..., 1:] = y[..., 1:3]
+    new[..., :3] = part
+    new[..., 3:] = y[..., 3:]
+    return new
+
+
 def of_another_dtype(x, y):
     new = x.new_empty(x.shape)
     new[..., :3] = x[..., :3].double()
@@ -71,6 +82,10 @@ def test_parts_by_methods(mesh):
 - unflatten_1 = .unflatten(cp_write_1, -1, (4, -1))
 + unflatten_1 = .unflatten(cat, -1, (4, -1))""",
     )
+
+
+def test_a_part_that_is_made_of_parts(mesh):
+    assert joined(of_a_later_one, mesh).rewrites == 2
 
 
 def test_parts_by_turns(mesh):
