@@ -24,7 +24,7 @@ from torch import Tensor
 from cpcompile import config
 from cpcompile.apps.checking.fake_ranks import fake_ranks
 from cpcompile.compile.no_computation import zeros_like
-from cpcompile.errors import CPError, InputError, RewriteError
+from cpcompile.errors import CPError, InputError, OptionError
 from cpcompile.logs import warn_once
 from cpcompile.options import CHECKED
 from cpcompile.refusals import is_refusal
@@ -89,9 +89,12 @@ class CheckedCall:
             return self._compiled(strict=False)
         try:
             return self._compiled(strict=True)
-        except RewriteError as error:
+        except (InputError, OptionError):
+            raise
+        except Exception as error:  # RewriteError, or a mistake in cpcompile
             step = self._compiled(strict=False)
-            text = f"{type(error).__name__}: {error}"
+            is_ours = "" if is_refusal(error) else "a mistake in cpcompile, "
+            text = f"{is_ours}{type(error).__name__}: {error}"
             return FakeStep(step.graphs, step.warnings, step.breaks, text)
 
     def _compiled(self, strict: bool) -> FakeStep:
@@ -128,7 +131,7 @@ class CheckedCall:
             if isinstance(inner, CPError):
                 raise inner from None
             if not is_refusal(inner):  # a mistake of ours
-                raise
+                raise inner from None
             while inner.__cause__ is not None:
                 inner = inner.__cause__
             text = shorten(str(inner), _ERROR_LENGTH)

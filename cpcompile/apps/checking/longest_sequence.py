@@ -46,7 +46,7 @@ class LongestSequence:
         room = f"{self.memory / 1e9:.4g} GB per rank"
         if not self.tokens:
             return f"no sequence in {room}: {self.basis}"
-        return f"at most about {self.tokens:,} tokens in {room}: {self.basis}"
+        return f"about {self.tokens:,} tokens in {room}: {self.basis}"
 
 
 def longest_sequence(
@@ -58,8 +58,9 @@ def longest_sequence(
     """Return the estimate; None where there is no honest one.
 
     A decoder whose parameters `cp.fit` counts right is fitted by it. Of other models
-    what the forward saves is taken to grow with the tokens, which it does not where
-    attention by hand saves weights of all pairs.
+    what the forward saves is taken to grow with the tokens. It grows faster where
+    attention by hand saves weights of all pairs, and there is no estimate; and slower
+    where a longer loss runs in tiles.
     """
     if not call.backward:
         return None
@@ -109,9 +110,10 @@ def _by_saved_bytes(
         fixed += parameter.numel() * (itemsize + needed * parameter.requires_grad)
     tokens = int(max(memory - fixed, 0.0) / (size * rows)) * call.ranks
     basis = (
-        f"{fixed / 1e9:.3g} GB of parameters, gradients and Adam, and what the forward "
-        f"saves, {size / 1024:.1f} KiB per token, if it grows with the tokens; without "
-        f"what the backward needs beside; {rows} {'rows' if rows > 1 else 'row'}"
+        f"{fixed / 1e9:.3g} GB of parameters, gradients and Adam, and for a token the "
+        f"{size / 1024:.1f} KiB that the forward saves at this length, without what "
+        f"the backward needs beside; {rows} {'rows' if rows > 1 else 'row'}. A longer "
+        "loss runs in tiles and saves less: check an input of that length"
     )
     return LongestSequence(tokens, memory, basis)
 

@@ -17,10 +17,12 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import cpcompile as cp
+from cpcompile import refusals
 from cpcompile.apps.checking.check import check_call
 from cpcompile.apps.checking.check_report import Check
 from cpcompile.apps.checking.longest_sequence import LongestSequence
 from cpcompile.apps.cli.main import main
+from cpcompile.compile import attempts
 from cpcompile.errors import InputError, OptionError
 from cpcompile.logs import warn_once
 from cpcompile.torch_patches import graph_breaks
@@ -117,10 +119,10 @@ Decoder on 4 ranks, forward and backward (default options; predicted for cpu)
   gathered     0.094 MiB  forward  value  <top level>  test_check.py:N, in forward
                0.094 MiB  forward  value  <top level>  test_check.py:N, in forward
   graph        1 graph, no break
-  fits         at most about 1,578,324 tokens in 1 GB per rank: 0.000168 GB of
-               parameters, gradients and Adam, and what the forward saves, 2.5 KiB per
-               token, if it grows with the tokens; without what the backward needs
-               beside; 1 row
+  fits         about 1,578,324 tokens in 1 GB per rank: 0.000168 GB of parameters,
+               gradients and Adam, and for a token the 2.5 KiB that the forward saves at
+               this length, without what the backward needs beside; 1 row. A longer loss
+               runs in tiles and saves less: check an input of that length
 
 NEXT: 0.187 MiB gathered at test_check.py:N, in forward: 0.246 ms, 20% of the step;
       look at this line: what reorders tokens by data, or loops over parts of them,
@@ -181,6 +183,18 @@ def test_what_strict_refuses():
     assert "set options={'strict': False}" in report.next
 
 
+def test_a_mistake_of_cpcompile(monkeypatch):
+    """A run raises it unless strict is False, which runs it on every rank."""
+    monkeypatch.setattr(refusals, "raises_mistakes", False)
+    names = {"__name__": "cpcompile.made_up"}
+    exec("def fails(graph, ctx): raise KeyError('cat')", names)
+    monkeypatch.setattr(attempts, "MODEL", (names["fails"],))
+    report = check()
+    assert report.refused == "a mistake in cpcompile, KeyError: 'cat'"
+    assert report.work_ratio == pytest.approx(4.0)
+    assert "runs unsharded on every rank" in report.warnings[0]
+
+
 def test_the_forward_alone():
     report = check(train=False)
     assert report.work_ratio == pytest.approx(1.0)
@@ -194,7 +208,7 @@ def test_the_longest_sequence():
     assert report.longest is not None and report.saved_per_token is not None
     memory = report.longest.tokens / 4 * report.saved_per_token
     assert memory == pytest.approx(1e9, rel=0.01)
-    assert "KiB per token" in report.longest.basis
+    assert "KiB that the forward saves at this length" in report.longest.basis
     assert str(LongestSequence(0, 1e9, "...")) == "no sequence in 1 GB per rank: ..."
 
 
