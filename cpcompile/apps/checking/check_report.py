@@ -146,7 +146,7 @@ class Check:
         lines += _row("warnings", list(self.warnings)) if self.warnings else []
         if len(self.findings) > 1:
             lines += _row("then", [str(x) for x in self.findings[1:_ROWS]])
-        lines += ["", *_broken(f"NEXT: {self.next}", " " * len("NEXT: "))]
+        lines += ["", *_broken(self.next, "NEXT: ", " " * len("NEXT: "))]
         return "\n".join(lines)
 
     def _attention(self) -> str:
@@ -250,16 +250,19 @@ def _row(name: str, texts: Iterable[str], breaks: bool = True) -> list[str]:
 
     breaks: whether long texts become several lines.
     """
-    names = [name.ljust(_NAMES)]
-    indent = " " * (len("  ") + _NAMES + len(" "))
-    lines = [f"  {names.pop() if names else ' ' * _NAMES} {text}" for text in texts]
-    return [y for x in lines for y in _broken(x, indent)] if breaks else lines
+    lines: list[str] = []
+    indent = " " * len(f"  {'':{_NAMES}} ")
+    for text in texts:
+        begin = indent if lines else f"  {name:{_NAMES}} "
+        lines += _broken(text, begin, indent) if breaks else [begin + text]
+    return lines
 
 
-def _broken(text: str, indent: str) -> list[str]:
+def _broken(text: str, begin: str, indent: str) -> list[str]:
     return textwrap.wrap(
-        text.rstrip(),
+        text,
         _WIDTH,
+        initial_indent=begin,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -168,6 +169,14 @@ def test_attention_that_is_not_shared_out():
     assert "cannot be said: attention by hand may save weights" in str(report)
 
 
+def test_a_word_that_is_too_long_stays_in_its_row():
+    report = dataclasses.replace(shared_report(), warnings=("/" + "a" * 90, "b"))
+    rows = str(report).splitlines()
+    place = next(n for n, row in enumerate(rows) if "  warnings  " in row)
+    assert rows[place].endswith("  /" + "a" * 90)
+    assert rows[place + 1] == " " * len("  warnings     ") + "b"
+
+
 def test_a_model_of_which_nothing_can_be_shared_out():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     report = cp.check(model, torch.ones(2, 16, 8), hardware="cpu")
@@ -183,6 +192,7 @@ def test_what_strict_refuses():
     assert "set options={'strict': False}" in report.next
 
 
+@pytest.mark.slow
 def test_a_mistake_of_cpcompile(monkeypatch):
     """A run raises it unless strict is False, which runs it on every rank."""
     monkeypatch.setattr(refusals, "raises_mistakes", False)
