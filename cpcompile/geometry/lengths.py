@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_tru
 from cpcompile.torch_private.symbol_types import Max, Mod
 
 Size = int | torch.SymInt
+_ASSUMED = 8192  # unbacked_symint_fallback of torch._inductor.config
 
 
 class LengthNotSymbolic(Exception):
@@ -35,8 +36,14 @@ def is_symbol(n: object) -> bool:
 
 
 def expected(n: Size) -> int:
-    """Return the value of n in this call; add no guard."""
-    return int(n.node.hint) if isinstance(n, torch.SymInt) else n
+    """Return the value of n in this call; add no guard.
+
+    A size that only data tells has none, and counts as what Inductor assumes.
+    """
+    if not isinstance(n, torch.SymInt):
+        return n
+    hint = n.node.hint
+    return _ASSUMED if hint is None else int(hint)
 
 
 def is_same(n: Size, m: Size) -> bool:

@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from ..graph.calls import canonical_call, function_of, spelled
-from ..graph.nodes import expected_shape, value_of
+from ..graph.nodes import expected_shape, has_unknown_size, value_of
 from .dim_maps import DimMap, Labels
 
 Given = dict[str, Any]  # the arguments of a call by name
@@ -24,8 +24,13 @@ DimMapRule = Callable[[fx.Node, Given], DimMap | None]
 
 
 def dim_map(node: fx.Node) -> DimMap | None:
-    """Return the labels of a call; None if the table does not have it."""
+    """Return the labels of a call; None if the table does not have it.
+
+    None also where only data tells a size, since labels are found by sizes.
+    """
     if not isinstance(_value(node), Tensor):
+        return None
+    if any(has_unknown_size(_value(x)) for x in (node, *node.all_input_nodes)):
         return None
     if (product := product_map(node)) is not None:
         return _without_ones(node, product)

@@ -13,9 +13,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cpcompile.geometry.lengths import expected
+from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from .held import Method
@@ -56,6 +58,14 @@ def value_of(node: Any) -> Any:
     if not isinstance(node, fx.Node):
         return node
     return node.meta.get("val", node.meta.get("example_value"))
+
+
+def has_unknown_size(value: Any) -> bool:
+    """Tell whether only data tells how many entries a value has."""
+    return any(
+        isinstance(x, Tensor) and bool(free_unbacked_symbols(tuple(x.shape)))
+        for x in pytree.tree_leaves(value)
+    )
 
 
 def whole_value(node: fx.Node) -> Any:

@@ -27,6 +27,7 @@ from ...graph.nodes import (
     all_nodes,
     expected_shape,
     fake_value,
+    has_unknown_size,
     module_path,
 )
 from ...graph.transforms import inside_transforms
@@ -143,9 +144,12 @@ def left_alone(node: fx.Node) -> str | None:
     """Explain why a call needs no rewriting; None if it may need it.
 
     A DTensor call that is split over heads or batch, and not on the sequence, needs
-    none.
+    none. What has a size that only data tells, as images that are chosen by a mask, is
+    the same on every rank.
     """
     operands = [fake_value(x) for x in attention_operands(node)]
+    if has_unknown_size(operands):
+        return "only data tells a size of q, k and v, which are whole on every rank"
     if not all(isinstance(x, DTensor) for x in operands):
         return None
     if any(is_sequence_sharded(x, x.ndim - 2) for x in operands):

@@ -10,19 +10,14 @@ It is computed on every rank, with what is computed from it while the size is no
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-from cpcompile.torch_private import pytree
 
 from ...graph.calls import canonical_call
 from ...graph.new_call import NewCall, with_inputs
-from ...graph.nodes import fake_value, where
+from ...graph.nodes import fake_value, has_unknown_size, where
 from ...placement.decisions import Plain
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_gather
@@ -31,7 +26,7 @@ from .gathered_calls import warn_of_gathered_call
 
 def unknown_size(graph_values: GraphValues, node: fx.Node) -> Plain | None:
     """Decide on a call on DTensors, if the size of its result is not known."""
-    if not (_depends_on_data(node) or _is_unknown(fake_value(node))):
+    if not (_depends_on_data(node) or has_unknown_size(fake_value(node))):
         return None
     if any(
         graph_values.is_joint(graph_values.values.get(x)) for x in node.all_input_nodes
@@ -61,10 +56,3 @@ def _depends_on_data(node: fx.Node) -> bool:
         return any(isinstance(x, Tensor) and x.dtype == torch.bool for x in values)
     overload = call.overload
     return overload is not None and torch.Tag.dynamic_output_shape in overload.tags
-
-
-def _is_unknown(value: Any) -> bool:
-    return any(
-        isinstance(x, Tensor) and bool(free_unbacked_symbols(tuple(x.shape)))
-        for x in pytree.tree_leaves(value)
-    )

@@ -2,6 +2,7 @@
 
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 
 from tests.golden.capture import (
     body,
@@ -150,6 +151,44 @@ _assert_scalar_default_1 = aten._assert_scalar(self=le, assert_msg="Runtime asse
     failed for expression u0 <= 32 on node 'le'")
 sum_1 = .sum(getitem)
 return (sum_1,)""",
+    )
+    (text,) = warnings(caplog)
+    assert "its data tells the size of its result" in text
+
+
+def test_attention_of_chosen_rows_is_whole_on_every_rank(mesh, caplog):
+    """As of images that are chosen by a mask; the number of rows has no value."""
+
+    def chosen(x, rows):
+        some = x.relu()[rows].unsqueeze(1)
+        y = F.scaled_dot_product_attention(some, some, some)
+        return x + y.transpose(1, 2).sum()
+
+    rows = torch.tensor([True, False])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        captured = sharded(chosen, mesh, more=(rows,))
+    assert_golden(
+        body(captured),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+relu = .relu(cp_shard)
+cp_gather = cp_gather(relu)
+getitem = cp_gather[l_rows_]
+sym_size_int = aten.sym_size.int(getitem, dim=0)
+ge = ge(sym_size_int, 0)
+_assert_scalar_default = aten._assert_scalar(self=ge, assert_msg="Runtime assertion
+    failed for expression u0 >= 0 on node 'ge'")
+le = le(sym_size_int, 2)
+_assert_scalar_default_1 = aten._assert_scalar(self=le, assert_msg="Runtime assertion
+    failed for expression u0 <= 2 on node 'le'")
+some = .unsqueeze(getitem, 1)
+y = scaled_dot_product_attention(some, some, some)
+transpose = .transpose(y, 1, 2)
+sum_1 = .sum(transpose)
+cp_replicate = cp_replicate(sum_1)
+add = add(cp_shard, cp_replicate)
+cp_gather_1 = cp_gather(add)
+return (cp_gather_1,)""",
     )
     (text,) = warnings(caplog)
     assert "its data tells the size of its result" in text
