@@ -29,6 +29,7 @@ from cpcompile.torch_patches import (
     dead_collectives,
     fixed_rules,
     graph_breaks,
+    intermediate_leaves,
     kept_mixers,
     local_memory,
     missing_gradients,
@@ -52,6 +53,7 @@ missing_gradients.install()
 saved_values.install()
 skipped_frames.install()
 graph_breaks.install()
+intermediate_leaves.install()
 kept_mixers.install(is_known, keep)
 shard_placements.install()
 symbolic_tracing.install()

@@ -236,13 +236,12 @@ def test_a_part_after_a_break(mesh, caplog):
 
 
 class FrozenEmbedding(Block):
-    """As LoRA trains: a frozen embedding, whose hook has its results need gradients."""
+    """Nothing is trained; a hook has the results of the embedding need gradients."""
 
-    def __init__(self, frozen_head: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(9, WIDTH)
-        self.embedding.requires_grad_(False)
-        self.outer.requires_grad_(not frozen_head)
+        self.requires_grad_(False)
         self.embedding.register_forward_hook(lambda m, i, out: out.requires_grad_(True))
 
     def forward(self, ids):
@@ -252,10 +251,9 @@ class FrozenEmbedding(Block):
         return self.attend(self.embedding(ids))
 
 
-@pytest.mark.parametrize("frozen_head", [False, True])
-def test_a_hook_that_breaks_the_graph(mesh, caplog, frozen_head):
+def test_a_hook_that_breaks_the_graph(mesh, caplog):
     """No graph in front of the break tells the backend of it."""
-    run(FrozenEmbedding(frozen_head), torch.randint(9, (2, TOKENS)), mesh=mesh)
+    run(FrozenEmbedding(), torch.randint(9, (2, TOKENS)), mesh=mesh)
     texts = warnings(caplog)
     (broken,) = [x for x in texts if x.startswith("graph break at ")]
     file, line = broken.split(" at ")[1].split(" ")[0].rsplit(":", 1)
