@@ -8,7 +8,8 @@
 Losses of the next token cut logits. If nothing else reads these, the tokens that change
 their rank by the cut may as well be cut while they are D numbers wide, not V. Between
 product and loss there is no movement then, so that they run in tiles together; and of
-`logits[:, -1:]` only what is read is computed.
+`logits[:, -1:]` only what is read is computed. Where the cut ends may be a symbol, such
+as the length of the completions in GRPO.
 
 Legend: B batch, S tokens, D width, V vocabulary.
 """
@@ -33,10 +34,16 @@ from ...graph.nodes import fake_mode_of, fake_value, insert_call
 
 @dataclass(frozen=True)
 class _Cut:
-    """Which entries of dimension `dim` are kept."""
+    """Which entries of dimension `dim` are kept; bounds may be numbers of the graph."""
 
     dim: int
     kept: slice
+
+    @property
+    def numbers(self) -> list[fx.Node]:
+        """Return the bounds that the graph computes."""
+        bounds = (self.kept.start, self.kept.stop, self.kept.step)
+        return [x for x in bounds if isinstance(x, fx.Node)]
 
     def index(self, dim: int) -> tuple[slice, ...]:
         """Return the index that keeps these entries of another dimension."""
@@ -48,11 +55,16 @@ def cut_before_products(graph: fx.Graph, ctx: Context) -> int:
     """Move cuts before products that widen what is cut; return how many values."""
     moved = 0
     for node in reversed(list(graph.nodes)):
-        cuts = [_cut(user) for user in node.users]
+        cuts = [_cut(user, node) for user in node.users]
         if not cuts or cuts[0] is None or any(cut != cuts[0] for cut in cuts):
             continue
         widened = WidenedValue.of(node, cuts[0].dim, _is_read_by_these)
-        if widened is not None:
+        if widened is None:
+            continue
+        numbers = _numbers_after(widened.calls[0], cuts[0].numbers)
+        if numbers is not None:
+            for number in numbers:
+                widened.calls[0].prepend(number)
             _move(widened, cuts[0])
             moved += 1
     if moved:
@@ -64,16 +76,31 @@ def _is_read_by_these(node: fx.Node, calls: Collection[fx.Node]) -> bool:
     return _is_plain(node) and all(user in calls for user in node.users)
 
 
-def _cut(node: fx.Node) -> _Cut | None:
-    """Return the cut that a call is: one slice of one dimension, and no other index."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or not _is_plain(source):
+def _numbers_after(call: fx.Node, numbers: list[fx.Node]) -> list[fx.Node] | None:
+    """Return what has to be computed before a call for it to read numbers, in order.
+
+    None if a tensor is among it.
+    """
+    late = set[fx.Node]()
+    waiting = [x for x in numbers if call < x]
+    while waiting:
+        number = waiting.pop()
+        if number.op != "call_function" or not _is_number(fake_value(number)):
+            return None
+        late.add(number)
+        waiting += [x for x in number.all_input_nodes if call < x and x not in late]
+    return sorted(late)
+
+
+def _cut(node: fx.Node, source: fx.Node) -> _Cut | None:
+    """Return the cut of a value that a call is: one slice of one dimension, no more."""
+    if not node.args or node.args[0] is not source or not _is_plain(source):
         return None
     call = canonical_call(node)
     if call.name == "narrow":
         start, length = call.arguments["start"], call.arguments["length"]
         if not isinstance(start, int) or not isinstance(length, int) or start < 0:
-            return None
+            return None  # their sum would be a call of its own
         dim, ndim = call.arguments["dim"], fake_value(source).dim()
         return _Cut(dim % ndim, slice(start, start + length))
     if call.name != "getitem":
@@ -87,12 +114,16 @@ def _cut(node: fx.Node) -> _Cut | None:
         return None
     kept = items[cutting[0]]
     bounds = (kept.start, kept.stop, kept.step)
-    if any(x is not None and not isinstance(x, int) for x in bounds):
+    if any(x is not None and not _is_number(fake_value(x)) for x in bounds):
         return None
     at = cutting[0]
     if Ellipsis in items[:at]:
         at += fake_value(source).dim() - len(items)
     return _Cut(at, kept)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | torch.SymInt)
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -117,7 +148,7 @@ def _move(widened: WidenedValue, cut: _Cut) -> None:
                             operator.getitem,
                             (operand, index),
                             like=node,
-                            value=fake_value(operand)[index],
+                            value=fake_value(operand)[fx.map_arg(index, fake_value)],
                         )
                 node.replace_input_with(operand, entries[operand])
             args, kwargs = fx.map_arg((node.args, node.kwargs), fake_value)

@@ -99,3 +99,30 @@ def test_the_result_is_the_same(name):
     torch.manual_seed(1)
     (got,) = fx.Interpreter(gm).run(*inputs)
     assert_close("result", got, wanted)
+
+
+SYMBOLS = {
+    "from the end": lambda x, y: logits(x)[:, -y.shape[1] - 1 : -1],
+    "from the begin": lambda x, y: logits(x)[:, : y.shape[1]].exp(),
+    "of joined tokens": lambda x, y: logits(x)[:, torch.cat([y, y], 1).shape[1] :],
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLS)
+def test_bounds_that_are_symbols(name):
+    """The number is computed before the product, also if the model reads it late."""
+    x, y = torch.randn(2, 9, 8, dtype=torch.float64), torch.ones(2, 3)
+    torch._dynamo.mark_dynamic(y, 1)
+    gm = dynamo_graph(SYMBOLS[name], x, y)
+    assert cut_before_products(gm.graph, None) == 1
+    gm.graph.lint()
+    gm.recompile()
+    for length in (3, 4):
+        y = torch.ones(2, length)
+        named = {"l_x_": x, "l_y_": y, "weight": WEIGHT, "bias": BIAS}
+        inputs = [
+            next((v for k, v in named.items() if k in n.name.lower()), length)
+            for n in gm.graph.find_nodes(op="placeholder")
+        ]
+        (got,) = fx.Interpreter(gm).run(*inputs)
+        assert_close("result", got, SYMBOLS[name](x, y))
