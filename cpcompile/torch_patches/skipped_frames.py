@@ -128,9 +128,14 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def is_ours(callback: Any) -> bool:
-    """Tell whether a callback of Dynamo ends in backend "cp"."""
+    """Tell whether a callback of Dynamo ends in backend "cp".
+
+    Where a graph is compiled under DDP, a method of DDPOptimizer calls the backend.
+    """
     while callback is not None:
         if getattr(callback, "compiler_name", None) == "cp":
             return True
-        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+        optimizer = getattr(callback, "__self__", None)
+        under_ddp = getattr(optimizer, "backend_compile_fn", None)
+        callback = getattr(callback, "_torchdynamo_orig_backend", under_ddp)
     return False

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from cpcompile import backend
 from cpcompile.reporting.graph_report import recording
@@ -87,6 +88,13 @@ def test_gradients_that_the_program_computes(options):
 
     _, requires = outcome(results, options)
     assert requires == [False, True]
+
+
+def test_under_ddp(options):
+    ddp = DistributedDataParallel(Adapted(lambda x, y, z: z))
+    with recording() as reports:
+        torch.compile(ddp, backend="cp", options=options)(IDS)
+    assert len(reports) == 1
 
 
 def test_no_call_is_left(options, monkeypatch):

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpcompile import backend
 from cpcompile.reporting.graph_report import recording
+from cpcompile.torch_patches import graph_breaks
 from tests.golden.capture import fake_group
 
 X = torch.randn(1, 8, 4)
@@ -136,3 +137,18 @@ def test_what_nobody_has_to_be_told(options, caplog):
         block.compile(backend="cp", options=options)
     DistributedDataParallel(model, bucket_cap_mb=1)(X)
     assert not late_gradients(caplog)
+
+
+class Broken(Block):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_a_break_is_told(options):
+    """What asks in whose graph Dynamo is finds the backend behind DDPOptimizer."""
+    graph_breaks.forget()
+    ddp = DistributedDataParallel(Broken())
+    torch.compile(ddp, backend="cp", options=options)(X)
+    texts = [x.text for x in graph_breaks.breaks()]
+    assert any("torch._dynamo.graph_break()" in text for text in texts)
