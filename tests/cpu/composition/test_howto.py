@@ -97,23 +97,47 @@ def test_tokens_of_transformers() -> None:
         assert f"graphs 2, keys on a rank [1, 2, {part}, 8]" in out
 
 
+def steps(script: str, ranks: int, *options: str) -> list[tuple[float, float]]:
+    """(loss, norm) of each step of a script; what is printed has 12 digits."""
+    out = run(script, ranks, *options)
+    lines = re.findall(r"step \d+: loss (\S+), norm (\S+)", out)
+    return [(float(loss), float(norm)) for loss, norm in lines]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("library", ["fabric", "accelerate"])
 def test_loops_of_libraries(library: str) -> None:
-    """float64; what is printed has 12 digits, AdamW may amplify what follows them."""
-
-    def trained(ranks: int, *options: str) -> list[tuple[float, float]]:
-        out = run("train_loops.py", ranks, library, *options)
-        lines = re.findall(r"step \d+: loss (\S+), norm (\S+)", out)
-        return [(float(loss), float(norm)) for loss, norm in lines]
-
-    alone = trained(1)
+    """float64; AdamW may amplify what follows the digits that are printed."""
+    alone = steps("train_loops.py", 1, library)
     assert len(alone) == 4
     for ranks, options in ((2, ["--cp=2"]), (4, ["--dp=2", "--cp=2"])):
-        got = trained(ranks, *options)
+        got = steps("train_loops.py", ranks, library, *options)
         for ours, wanted in zip(got, alone, strict=True):
             assert ours == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_post_training(method: str) -> None:
+    """float64; tests/cpu/training/test_post_training.py compares all methods."""
+    alone = steps("post_training.py", 1, method)
+    assert len(alone) == 3
+    got = steps("post_training.py", 4, method, "--dp=2", "--cp=2")
+    for ours, wanted in zip(got, alone, strict=True):
+        assert ours == pytest.approx(wanted, rel=1e-9)
+
+
+def test_the_page_about_post_training_quotes_its_scripts() -> None:
+    howto = ROOT / "docs/howto"
+    scripts = "".join(
+        (howto / name).read_text(encoding="utf-8")
+        for name in ("post_training.py", "post_training_trl.py")
+    )
+    page = (howto / "post_training.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert quoted and all(code in scripts for code in quoted)
 
 
 @pytest.mark.slow
@@ -122,16 +146,27 @@ def test_loops_of_libraries(library: str) -> None:
     importlib.util.find_spec("trl") is None,
     reason="trl is not installed: pip install cpcompile[trainers]",
 )
-def test_trainer_of_trl() -> None:
+@pytest.mark.parametrize(
+    ("script", "method", "ranks", "options"),
+    [
+        ("train_trl.py", [], 4, ["--dp=2", "--cp=2"]),
+        ("post_training_trl.py", ["dpo"], 4, ["--dp=2", "--cp=2"]),
+        ("post_training_trl.py", ["grpo"], 2, ["--cp=2"]),
+    ],
+    ids=["sft", "dpo", "grpo"],
+)
+def test_trainers_of_trl(
+    script: str, method: list[str], ranks: int, options: list[str]
+) -> None:
     """float32, of which six digits are printed."""
 
     def trained(ranks: int, *options: str) -> list[list[float]]:
-        out = run("train_trl.py", ranks, *options)
+        out = run(script, ranks, *method, *options)
         lines = re.findall(r"step \d+: (\S+) (\S+)", out)
         return [[float(loss), float(norm)] for loss, norm in lines]
 
     alone = trained(1)
-    assert len(alone) == 4
-    got = trained(4, "--dp=2", "--cp=2")
+    assert len(alone) >= 3
+    got = trained(ranks, *options)
     for ours, wanted in zip(got, alone, strict=True):
         assert ours == pytest.approx(wanted, rel=1e-5)

@@ -1,0 +1,144 @@
+"""The methods of docs/howto/post_training.py: numbers, and what ranks exchange."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cpcompile import logs
+from cpcompile.accounting.graph_account import GraphAccount, Purpose
+from cpcompile.reporting.account_lines import work_ratio
+from cpcompile.reporting.graph_report import recording
+from tests.cpu.against_one_process import warnings
+from tests.cpu.attention_cases import sequence_mesh
+from tests.models.torchvision_schemas import define_schemas
+from tests.support.bounds import Deviation, check, deviations, in_one_process, step
+
+SCRIPT = Path(__file__).parents[3] / "docs/howto/post_training.py"
+OF_MODELS = (Purpose.ATTENTION, Purpose.GRADIENT)
+MOST_WORK = 1.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one rank: what differs in each call, what was sent, and what was said."""
+
+    deviations: list[Deviation]
+    accounts: list[GraphAccount]
+    logits: int  # bytes of a rank's part of them, in the smallest call
+    warnings: list[str]
+
+    def check(self) -> None:
+        check(self.deviations)
+        assert self.warnings == []
+        assert self.accounts and work_ratio(self.accounts) <= MOST_WORK
+        for account in self.accounts:
+            for x in account.exchanges:
+                assert x.purpose in OF_MODELS or x.bytes < self.logits / 2, str(x)
+
+
+def run(
+    method: str,
+    tokens: list[int],
+    world: int,
+    dtype: torch.dtype = torch.float64,
+    change: str = "",
+) -> Outcome:
+    """Compare one step for each number of tokens.
+
+    change: "left" reverses all rows, so that they are padded on the left;
+    "checkpoint" recomputes the layers of the trained model.
+    """
+    define_schemas()
+    spec = importlib.util.spec_from_file_location("post_training", SCRIPT)
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    vars(script)["LAYERS"] = 1  # compiles in half the time
+    torch._dynamo.reset()
+    logs.warn_once.cache_clear()
+    make, batch_of = script.METHODS[method]
+    model = make()
+    if change == "checkpoint":
+        model.policy.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train().to(dtype)
+    options = {"mesh": sequence_mesh(world), "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="cp", options=options)
+    generator = torch.Generator().manual_seed(1)
+    found: list[Deviation] = []
+    accounts, logits = [], []
+    with warnings() as texts:
+        for length in tokens:
+            batch = batch_of(length, generator)
+            if change == "left":
+                batch = {name: x.flip(-1) for name, x in batch.items()}
+
+            def one_step(call: Any, module: Any, batch: Any = batch) -> Any:
+                kind = next(module.parameters()).dtype
+                named = {n: _cast(x, kind) for n, x in batch.items()}
+                return step(call, module, **named)
+
+            values = in_one_process(lambda alone, f=one_step: f(alone, alone), model)
+            with recording() as reports:
+                got = one_step(compiled, model)
+            found += deviations(got, *values)
+            accounts += [x for report in reports for x in report.accounts]
+            first = next(iter(batch.values()))
+            words = first.numel() * script.VOCABULARY
+            logits.append(words * dtype.itemsize // world)
+    return Outcome(found, accounts, min(logits), texts)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+METHODS = ["dpo", "grpo", "shared", "reward", "distil", "lora", "packed"]
+
+
+@pytest.mark.slow(but=["reward", "lora"])
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("method", METHODS)
+def test_one_step(pools, method: str) -> None:
+    for outcome in pools[2].run(run, method, [48], 2, timeout=230):
+        outcome.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_other_lengths(pools, method: str, world: int) -> None:
+    """From the second length on it is a symbol; the ranks divide some of them."""
+    for outcome in pools[world].run(run, method, [41, 54, 47], world, timeout=580):
+        outcome.check()
+
+
+CHANGES = [
+    *((method, "left") for method in ("dpo", "grpo", "reward", "distil", "lora")),
+    ("dpo", "checkpoint"),
+    ("grpo", "checkpoint"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("method", "change"), CHANGES)
+def test_padding_on_the_left_and_checkpoints(pools, method: str, change: str) -> None:
+    arguments = (method, [48], 2, torch.float64, change)
+    for outcome in pools[2].run(run, *arguments, timeout=230):
+        outcome.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("method", METHODS)
+def test_in_bfloat16(pools, method: str) -> None:
+    for outcome in pools[2].run(run, method, [48], 2, torch.bfloat16, timeout=230):
+        outcome.check()
