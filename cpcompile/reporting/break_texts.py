@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Sequence
 
 import torch
+import torch._dynamo
 
 from cpcompile import errors
 from cpcompile.torch_patches.graph_breaks import SourceLine
@@ -45,6 +46,10 @@ _WAYS_OUT = (
         "decide outside of what is compiled what depends on the values of a tensor",
     ),
 )
+NESTED = (
+    "set torch._dynamo.config.nested_graph_breaks = True, which keeps what follows a "
+    "break in one graph with what follows in its callers"
+)
 REMOVE_IT = "remove the break to keep everything sharded"
 
 
@@ -65,6 +70,15 @@ def reason_text(text: str) -> str:
     return lines[0]
 
 
-def way_out(text: str) -> str:
-    """Return what the user can do about a break that torch explains with `text`."""
-    return next((fix for part, fix in _WAYS_OUT if part in text), REMOVE_IT)
+def way_out(text: str, places: Sequence[SourceLine] = ()) -> str:
+    """Return what the user can do about a break that torch explains with `text`.
+
+    places: from the frame that is compiled to the line that breaks. Where that is in a
+    function that the frame has called, what follows in the frame becomes a graph of its
+    own, without attention, but for a setting of torch.
+    """
+    fix = next((fix for part, fix in _WAYS_OUT if part in text), REMOVE_IT)
+    nested = getattr(torch._dynamo.config, "nested_graph_breaks", True)
+    if len(places) > 1 and not nested:
+        fix += f", or {NESTED}"
+    return fix

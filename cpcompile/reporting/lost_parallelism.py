@@ -284,11 +284,11 @@ def _about_break(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> None:
     noted = break_at(places[-1]) if places else None
     text = reason.reason if noted is None else noted.text
     _told.update(places[-1:])
+    places = places if noted is None else noted.places
     warn_once(
-        f"graph break in {report.frame} at "
-        f"{place_text(places if noted is None else noted.places)} "
+        f"graph break in {report.frame} at {place_text(places)} "
         f"({reason_text(reason.reason)}); {'; '.join(costs)}. Results stay "
-        f"correct; {way_out(text)}"
+        f"correct; {way_out(text, places)}"
     )
 
 
@@ -305,7 +305,8 @@ def _about_break_before(report: GraphReport) -> None:
             f"({reason_text(graph_break.text)}): what comes after it, as "
             f"{report.frame}, is a graph of its own; plain "
             "values come into it whole on every rank, and attention alone may be "
-            f"shared out there. Results stay correct; {way_out(graph_break.text)}"
+            "shared out there. Results stay correct; "
+            f"{way_out(graph_break.text, graph_break.places)}"
         )
 
 
@@ -316,7 +317,7 @@ def _way_out_of_break(report: GraphReport) -> str | None:
     last = breaks()[-1]
     return (
         f"it comes after the graph break at {place_text(last.places)} "
-        f"({reason_text(last.text)}): {way_out(last.text)}"
+        f"({reason_text(last.text)}): {way_out(last.text, last.places)}"
     )
 
 

@@ -124,7 +124,9 @@ def check_call(
         mixers=tuple(x for graph in step.graphs for x in graph.mixers),
         explanation=Explanation(step.graphs),
         breaks=tuple(
-            GraphBreakPlace(place_text(x.places), reason_text(x.text), way_out(x.text))
+            GraphBreakPlace(
+                place_text(x.places), reason_text(x.text), way_out(x.text, x.places)
+            )
             for x in step.breaks
         ),
         warnings=step.warnings,

@@ -132,7 +132,11 @@ def _of_breaks(
     seconds = prices.exchanged(_for(Purpose.RESULT, crossing))
     seconds += prices.repeated(_repeated(alone))
     what = f"graph break at {place_text(first.places)}{others}"
-    return f"{what}, {reason_text(first.text)}", way_out(first.text), seconds
+    return (
+        f"{what}, {reason_text(first.text)}",
+        way_out(first.text, first.places),
+        seconds,
+    )
 
 
 def _of_nothing(graphs: _Graphs, prices: Prices, named: bool) -> _Cost:

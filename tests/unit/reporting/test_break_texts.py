@@ -3,8 +3,15 @@
 import os
 
 import torch
+import torch._dynamo
 
-from cpcompile.reporting.break_texts import REMOVE_IT, place_text, reason_text, way_out
+from cpcompile.reporting.break_texts import (
+    NESTED,
+    REMOVE_IT,
+    place_text,
+    reason_text,
+    way_out,
+)
 
 USER = ("/home/me/train.py", 17)
 LIBRARY = (os.path.join(os.path.dirname(torch.__file__), "nn", "module.py"), 3)
@@ -30,3 +37,10 @@ def test_a_reason_is_one_line():
 
 def test_other_breaks_are_to_be_removed():
     assert way_out("print") == REMOVE_IT
+
+
+def test_what_follows_in_callers_may_stay_in_one_graph():
+    assert way_out("print", [USER]) == REMOVE_IT
+    assert way_out("print", [USER, LIBRARY]) == f"{REMOVE_IT}, or {NESTED}"
+    with torch._dynamo.config.patch(nested_graph_breaks=True):
+        assert way_out("print", [USER, LIBRARY]) == REMOVE_IT

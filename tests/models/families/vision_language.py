@@ -1,0 +1,234 @@
+"""Vision-language models of transformers, tiny, with images in their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+BATCH, TOKENS, FEATURES = 2, 37, 4
+IMAGE, START, END, VIDEO = 63, 62, 61, 60
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+}
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+# Rotary positions of three dimensions: of time, height and width.
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+QWEN_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+}
+QWEN_TOKENS = {
+    "image_token_id": IMAGE,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+    "video_token_id": VIDEO,
+}
+
+
+def prompts(first: int = 5) -> dict[str, Tensor]:
+    """Rows with an image of four tokens, from the `first` on, which have no labels."""
+    ids = torch.randint(0, VIDEO, (BATCH, TOKENS))
+    ids[:, first : first + FEATURES] = IMAGE
+    return {"input_ids": ids, "labels": ids.masked_fill(ids >= VIDEO, -100)}
+
+
+def image(size: int, *more: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(BATCH, *more, 3, size, size)}
+
+
+Inputs = dict[str, Tensor]
+
+
+def qwen2_5_vl() -> tuple[nn.Module, Inputs]:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    tower = {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
+    text = {**TEXT, "rope_parameters": ROPE}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, **QWEN_TOKENS)
+    return Qwen2_5_VLForConditionalGeneration(config), of_qwen()
+
+
+def qwen3_vl() -> tuple[nn.Module, Inputs]:
+    """Features of a lower block are added to hidden states of a layer, too."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    tower = {**QWEN_TOWER, "num_position_embeddings": 16}
+    tower["deepstack_visual_indexes"] = [0]
+    text = {**TEXT, "head_dim": 8, "rope_parameters": ROPE}
+    config = Qwen3VLConfig(text_config=text, vision_config=tower, **QWEN_TOKENS)
+    return Qwen3VLForConditionalGeneration(config), of_qwen()
+
+
+def of_qwen() -> Inputs:
+    inputs = prompts()
+    inputs["input_ids"][:, 4] = START
+    grid = torch.tensor([[1, 4, 4]] * BATCH)
+    return {
+        **inputs,
+        "pixel_values": torch.randn(16 * BATCH, 3 * 2 * 4 * 4),
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (inputs["input_ids"] == IMAGE).long(),
+    }
+
+
+def gemma3() -> tuple[nn.Module, Inputs]:
+    """Tokens of an image see each other both ways."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {**TEXT, "head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}
+    config = Gemma3Config(
+        text_config=text,
+        vision_config={**TOWER, "image_size": 16, "patch_size": 4},
+        mm_tokens_per_image=FEATURES,
+        image_token_index=IMAGE,
+        boi_token_index=START,
+        eoi_token_index=END,
+    )
+    inputs = prompts()
+    types = {"token_type_ids": (inputs["input_ids"] == IMAGE).long()}
+    return Gemma3ForConditionalGeneration(config), {**inputs, **image(16), **types}
+
+
+def paligemma() -> tuple[nn.Module, Inputs]:
+    """The prompt is seen both ways, the answer causally."""
+    from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
+
+    tower = {"model_type": "siglip_vision_model", "projection_dim": 32}
+    config = PaliGemmaConfig(
+        vision_config={**TOWER, **tower, "image_size": 8, "patch_size": 4},
+        text_config={**TEXT, "model_type": "gemma", "head_dim": 8},
+        image_token_index=IMAGE,
+        projection_dim=32,
+        hidden_size=32,
+    )
+    inputs = prompts(first=0)
+    types = torch.ones_like(inputs["input_ids"])
+    types[:, :8] = 0
+    more = {**image(8), "token_type_ids": types}
+    return PaliGemmaForConditionalGeneration(config), {**inputs, **more}
+
+
+def llava() -> tuple[nn.Module, Inputs]:
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
+
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**TOWER, image_size=8, patch_size=4),
+        text_config=LlamaConfig(**TEXT),
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+    )
+    model = LlavaForConditionalGeneration(config)
+    model.model.vision_tower.post_layernorm.requires_grad_(False)  # of no feature
+    return model, {**prompts(), **image(8)}
+
+
+def internvl() -> tuple[nn.Module, Inputs]:
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
+
+    config = InternVLConfig(
+        vision_config={**TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
+        text_config={**TEXT, "model_type": "qwen2"},
+        image_token_id=IMAGE,
+        image_seq_length=FEATURES,
+        downsample_ratio=0.5,
+    )
+    return InternVLForConditionalGeneration(config), {**prompts(), **image(16)}
+
+
+def idefics3() -> tuple[nn.Module, Inputs]:
+    """Images that are padding, all zeros, are left out: how many is data."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    config = Idefics3Config(
+        vision_config={**TOWER, "image_size": 16, "patch_size": 4},
+        text_config={**TEXT, "model_type": "llama", "pad_token_id": 0},
+        image_token_id=IMAGE,
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    return Idefics3ForConditionalGeneration(config), {**prompts(), **image(16, 1)}
+
+
+def llama4() -> tuple[nn.Module, Inputs]:
+    """Layers of experts, which are given the tokens of all rows at once."""
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    text = {"head_dim": 8, "intermediate_size_mlp": 64, "attention_chunk_size": 16}
+    tower = {
+        "intermediate_size": 128,
+        "image_size": 16,
+        "patch_size": 4,
+        "pixel_shuffle_ratio": 0.5,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+        "vision_output_dim": 32,
+    }
+    config = Llama4Config(
+        text_config={**TEXT, **text, **experts, "pad_token_id": 0},
+        vision_config={**TOWER, **tower},
+        image_token_index=IMAGE,
+        boi_token_index=START,
+        eoi_token_index=END,
+    )
+    return Llama4ForConditionalGeneration(config), {**prompts(), **image(16)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model, and how it is trained.
+
+    in_eager: functions that are not compiled, because they read data.
+    settings: of torch._dynamo.config. breaks: graph breaks that remain.
+    work: of both ranks, without what runs in eager, over one device's.
+    """
+
+    make: Callable[[], tuple[nn.Module, Inputs]]
+    in_eager: tuple[str, ...] = ()
+    breaks: int = 0
+    work: float = 1.06
+
+    @property
+    def settings(self) -> Mapping[str, bool]:
+        nested = {"nested_graph_breaks": True} if self.breaks else {}
+        return {"capture_dynamic_output_shape_ops": True, **nested}
+
+
+_QWEN = ("model.visual.forward", "model.get_rope_index")
+FAMILIES = {
+    "llava": Family(llava),
+    "internvl": Family(internvl),
+    "gemma3": Family(gemma3),
+    "paligemma": Family(paligemma),
+    "llama4": Family(llama4, work=1.5),
+    "idefics3": Family(idefics3, breaks=1),
+    "qwen2_5_vl": Family(qwen2_5_vl, _QWEN, breaks=3),
+    "qwen3_vl": Family(qwen3_vl, _QWEN, breaks=3),
+}

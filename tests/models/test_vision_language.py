@@ -1,0 +1,78 @@
+"""Vision-language models train as in one process, with the settings of the how-to."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from cpcompile.reporting.graph_report import recording
+from tests.cpu.attention_cases import sequence_mesh
+from tests.models.families.vision_language import FAMILIES, Inputs
+from tests.models.torchvision_schemas import define_schemas
+from tests.support.bounds import Deviation, Values, check, deviations, in_one_process
+
+
+def of_dtype(inputs: Inputs, model: Any) -> Inputs:
+    """The inputs in the dtype of the model's parameters."""
+    dtype = next(model.parameters()).dtype
+    return {
+        name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()
+    }
+
+
+def trained(call: Any, model: Any, inputs: Inputs) -> Values:
+    """The loss and all gradients, zero where there is none."""
+    model.zero_grad()
+    loss = call(**of_dtype(inputs, model), use_cache=False).loss
+    loss.backward()
+    grads = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
+    return {"loss": loss.detach(), **grads}
+
+
+def compared(name: str) -> tuple[list[Deviation], int, float]:
+    """Deviations, graph breaks, and the work of both ranks over one device's."""
+    define_schemas()  # before models of transformers are imported
+    torch._dynamo.reset()
+    counters.clear()
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    model, inputs = family.make()
+    wanted = in_one_process(lambda alone: trained(alone, alone, inputs), model)
+    with torch.no_grad():
+        model.forward(**of_dtype(inputs, model))  # sets hooks, which break the graph
+    for path in family.in_eager:
+        owner, _, function = path.rpartition(".")
+        of = model.get_submodule(owner)
+        setattr(of, function, torch.compiler.disable(getattr(of, function)))
+    mesh = sequence_mesh(torch.distributed.get_world_size())
+    options = {"mesh": mesh, "inner": "aot_eager"}
+    no_check = mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
+    settings = torch._dynamo.config.patch(**family.settings)
+    with no_check, settings, recording() as reports:
+        compiled = torch.compile(model, backend="cp", options=options)
+        found = trained(compiled, model, inputs)
+    work = [account.work for report in reports for account in report.accounts]
+    share = sum(x.flops for x in work) / sum(x.whole_flops for x in work)
+    ratio = share * torch.distributed.get_world_size()
+    return deviations(found, *wanted), len(counters["graph_break"]), ratio
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_training_step(pools, name):
+    pytest.importorskip("transformers")
+    family = FAMILIES[name]
+    for found, breaks, ratio in pools[2].run(compared, name, timeout=160):
+        check(found)
+        assert breaks == family.breaks
+        assert ratio <= family.work
