@@ -1,6 +1,6 @@
 """Digests of tensors: whole numbers that are equal where all bits are equal.
 
-All but `value_text` are computed on the tensor's device, in the order of its elements,
+All but `value_text` and `byte_vector` are computed on the tensor's device, in the order of its elements,
 without waiting for the device. Equal digests of different tensors are possible, and as
 likely as equal random numbers of 64 bits.
 """
@@ -43,8 +43,15 @@ def digest(x: Tensor) -> Tensor:
 
 def value_text(x: Tensor) -> str:
     """Digest all bits of x into 12 hexadecimal digits; waits for the device."""
-    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()[:12]
+    return hashlib.sha256(byte_vector(x).numpy().data).hexdigest()[:12]
+
+
+def byte_vector(x: Tensor) -> Tensor:
+    """Return the bits of x as a vector of bytes on the CPU."""
+    flat = x.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride() != (1,):  # also of one element, which counts as contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def sample(x: Tensor) -> Tensor:

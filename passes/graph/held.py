@@ -17,6 +17,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from cpcompile.ranks.digests import byte_vector
 from cpcompile.torch_private.fake_tensors import FakeTensor
 
 
@@ -126,8 +127,7 @@ class Constant(Held):
         value = self.value.detach()
         if isinstance(value, FakeTensor) or value.layout is not torch.strided:
             return f"number {id(self.value)}"  # equal to no other one
-        flat = value.cpu().contiguous().reshape(-1).view(torch.uint8)
-        bits = hashlib.sha256(flat.numpy().data).hexdigest()
+        bits = hashlib.sha256(byte_vector(value).numpy().data).hexdigest()
         layout = (value.dtype, tuple(value.shape), value.stride(), value.device)
         return f"{layout} {bits}"
 

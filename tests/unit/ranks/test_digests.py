@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from cpcompile.ranks.digests import SAMPLED_ELEMENTS, digest, sample
+from cpcompile.ranks.digests import (
+    SAMPLED_ELEMENTS,
+    digest,
+    sample,
+    value_text,
+)
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64,
@@ -74,6 +79,18 @@ def test_memory_does_not_count(dtype):
     assert digest(one).item() == digest(one.contiguous()).item()
     if dtype.is_complex:
         assert digest(x.conj()).item() == digest(x.conj().resolve_conj()).item()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 50])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_text_of_values_says_nothing_of_memory(dtype, size):
+    """A vector of one element that is expanded counts as contiguous, with stride 0."""
+    x = values(1, dtype).repeat(size)
+    pairs = [(x[:1].expand(size) if size else x, x), (x, x.clone())]
+    if dtype.is_complex:
+        pairs.append((x.conj(), x.conj().resolve_conj()))
+    for same, wanted in pairs:
+        assert value_text(same) == value_text(wanted)
 
 
 def test_bits_count_not_values():
