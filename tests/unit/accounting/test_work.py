@@ -151,6 +151,30 @@ def test_uneven_tokens_count_as_they_lie() -> None:
         assert account.work.ratio == pytest.approx(8 * RANKS / 29)
 
 
+class CrossAttention(nn.Module):
+    """Queries and keys of two lengths, as of an image and a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Embedding(64, WIDTH), nn.Embedding(64, WIDTH)
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k = self.q(self.image(tokens)), self.k(self.text(tokens[:, :18]))
+        q, k = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in (q, k))
+        return F.scaled_dot_product_attention(q, k, k).square().mean()
+
+
+def test_calls_without_gradients_count_once() -> None:
+    """Autograd gives all of them one number; rank 1 has 8 of 29 and 5 of 18 tokens."""
+    model, tokens = CrossAttention(), torch.randint(64, (BATCH, 29))
+    products = 2 * BATCH * WIDTH * WIDTH * (29 + 18)
+    with torch.no_grad():
+        (account,) = accounts(model, tokens, strategy="ring", layout="contiguous")
+    wanted = products + 4 * BATCH * WIDTH * 29 * 18
+    assert account.work.whole_flops == pytest.approx(wanted)
+
+
 def test_repeated_work_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Gathered logits have every rank run the backward of the head on all tokens."""
     model, tokens = Model(sliced_loss), torch.randint(64, (BATCH, 32))
