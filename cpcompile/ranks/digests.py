@@ -1,8 +1,8 @@
 """Digests of tensors: whole numbers that are equal where all bits are equal.
 
-All but `value_text` and `byte_vector` are computed on the tensor's device, in the order of its elements,
-without waiting for the device. Equal digests of different tensors are possible, and as
-likely as equal random numbers of 64 bits.
+All but `value_text` and `byte_vector` are computed on the tensor's device, in the order
+of its elements, without waiting for the device. Equal digests of different tensors are
+possible, and as likely as equal random numbers of 64 bits.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,8 +18,10 @@ from ..flow.trial import Trial
 from ..graph.calls import function_of
 from ..graph.context import Context
 from ..graph.held import MeshAxis
+from ..graph.new_call import NewCall
 from ..graph.sequence_tokens import TokenDim
 from .joint_calls import JointMesh, joint_mesh_on, joint_mesh_with
+from .placement_calls import cp_shard
 
 
 class GraphValues:
@@ -47,6 +50,16 @@ class GraphValues:
             argument,
             lambda a: self.values[a] if isinstance(a, fx.Node) else a,
         )
+
+    def cut(self, x: Any, dim: TokenDim) -> NewCall:
+        """Return the call that splits a plain or Replicate value along `dim`."""
+        if dim.outer == 1:
+            return NewCall(cp_shard, (x, self.on, dim.dim))
+        # What DTensor gets by a view lies as what a view makes of other tokens. A
+        # placement that is asked for counts as another one: it gathers where they meet.
+        rows = NewCall(torch.unflatten, (x, dim.dim, (dim.outer, -1)))
+        tokens = NewCall(cp_shard, (rows, self.on, dim.dim + 1))
+        return NewCall(torch.flatten, (tokens, dim.dim, dim.dim + 1))
 
     def joint_with(self, other: DeviceMesh) -> JointMesh:
         """Return the joint mesh for the user's DTensors on other axes."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
@@ -21,7 +21,7 @@ from ..graph.nodes import (
 from ..graph.sequence_tokens import TokenDim
 from .graph_values import GraphValues
 from .joint_calls import cp_tp_lift
-from .placement_calls import cp_place, cp_replicate, cp_shard
+from .placement_calls import cp_replicate
 
 
 class GraphWriter(GraphValues):
@@ -140,24 +140,20 @@ class GraphWriter(GraphValues):
         wrapped = self.wrapped.items()
         self.wrapped = {k: v for k, v in wrapped if self.storages.get(k[1]) != memory}
 
-    def shard(self, node: fx.Node, dim: TokenDim, *, like: fx.Node) -> fx.Node:
-        """Insert the call that splits the value of `node` along `dim`."""
-        if dim.outer == 1:
-            return self.call(cp_shard, (node, self.on, dim.dim), like=like)
-        value = self.values[node]
-        placements: list[Placement] = [Replicate()] * self.ctx.mesh.ndim
-        if isinstance(value, DTensor):
-            placements = list(value.placements)
-        placements[self.ctx.axis] = dim.placement
-        return self.call(cp_place, (node, self.on, tuple(placements)), like=like)
+    def _inserted(self, call: NewCall, *, like: fx.Node) -> fx.Node:
+        """Insert a call, and the calls of which it is one, at the insertion point."""
+        args = [
+            self._inserted(x, like=like) if isinstance(x, NewCall) else x
+            for x in call.args
+        ]
+        return self.call(call.target, tuple(args), like=like)
 
     def reshard(self, node: fx.Node, dim: TokenDim) -> fx.Node:
         """Shard the value of `node` along `dim` for all its users."""
-        with node.graph.inserting_after(node):
-            sharded = self.shard(node, dim, like=node)
-        node.replace_all_uses_with(
-            sharded, delete_user_cb=lambda user: user is not sharded
-        )
+        users, call = set(node.users), self.cut(node, dim)
+        with node.graph.inserting_before(node.next):
+            sharded = self._inserted(call, like=node)
+        node.replace_all_uses_with(sharded, delete_user_cb=users.__contains__)
         self.sequence_dims[sharded] = dim
         self.storages[sharded] = self.storages.get(node)
         return sharded

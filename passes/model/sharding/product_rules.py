@@ -1,18 +1,25 @@
-"""Split products along a batch's dimension of tokens, which DTensor would gather."""
+"""Split products along tokens, which DTensor would gather, or have every rank compute.
+
+e = linear(times, weight)     # times: [2, 60, 8], the same on every rank
+  ->
+cp_shard = cp_shard(times, 1)             # [2, 60, 8] S(1)
+e = linear(cp_shard, weight)              # [2, 60, 4] S(1)
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.fx as fx
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from cpcompile.geometry.lengths import expected
+from cpcompile.geometry.lengths import expected, is_divided, is_symbol
 
 from ...flow.dim_maps import Labels
 from ...flow.dim_rules import product_map
 from ...graph.calls import spelled
-from ...graph.new_call import NewCall
+from ...graph.new_call import NewCall, with_inputs
 from ...placement.decisions import Propagate
 from ...placement.graph_values import GraphValues
 from ...placement.token_products import cp_token_products
@@ -50,6 +57,33 @@ def token_products(known: GraphValues, node: fx.Node) -> Propagate | None:
     (lhs, _), (rhs, _) = table.operands
     args = (equation, lhs, rhs, (*dims, table.result.index(label)))
     return Propagate(NewCall(cp_token_products, args))
+
+
+def product_of_plain(known: GraphValues, node: fx.Node) -> Propagate | None:
+    """Cut what every rank has before it meets weights, if the result has tokens.
+
+    Such are embedded times of tokens: every rank would compute the product of all.
+    """
+    tensors = {
+        x: value
+        for x in node.all_input_nodes
+        if isinstance(value := known.value(x), Tensor)
+    }
+    whole = [x for x, value in tensors.items() if not isinstance(value, DTensor)]
+    dim = known.sequence_dims.get(whole[0]) if len(whole) == 1 else None
+    others = [value for value in tensors.values() if isinstance(value, DTensor)]
+    if (
+        dim is None
+        or node not in known.sequence_dims
+        or not tensors[whole[0]].is_floating_point()
+        or not all(p.is_replicate() for x in others for p in x.placements)
+    ):
+        return None
+    size = tensors[whole[0]].shape[dim.dim]
+    if is_symbol(size) and not is_divided(size, known.ctx.ranks):
+        return None  # shards of symbolic sizes have to be equal
+    cut = known.cut(whole[0], dim)
+    return Propagate(with_inputs(node, lambda x: cut if x is whole[0] else x))
 
 
 def _cut_label(known: GraphValues, x: Any, labels: Labels) -> str | None:

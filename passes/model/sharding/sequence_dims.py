@@ -119,7 +119,7 @@ class SequenceDims:
         """Tell whether the ranks can share the tokens of a sequence in a value.
 
         Each rank needs some of them, unless attention works on this number of tokens.
-        Ranks need equally many if the tokens are a part of a dimension.
+        Ranks need equally many if something is flattened with the tokens behind them.
         """
         if sequence.tokens < 2:
             return False
@@ -127,7 +127,8 @@ class SequenceDims:
         if not attended and leaves_ranks_empty(sequence.tokens, self.ranks):
             return False
         size = expected(fake_value(node).shape[sequence.dim.dim])
-        return size == sequence.tokens or sequence.tokens % self.ranks == 0
+        are_rows = size == sequence.dim.outer * sequence.tokens
+        return are_rows or sequence.tokens % self.ranks == 0
 
     def source_inputs(
         self, node: fx.Node, sequence: SequenceDim

@@ -68,7 +68,7 @@ from ..mutation.masked_rows import placed_rows, write_rows
 from ..mutation.write_rules import in_place, write_part
 from ..normalize.pad_convolutions import CONVOLUTIONS, convolution
 from .flattened_tokens import flattened_tokens
-from .product_rules import token_products
+from .product_rules import product_of_plain, token_products
 from .sharded_losses import class_loss, elementwise_loss
 from .tensor_parallel import on_other_axes
 from .unknown_sizes import unknown_size
@@ -332,7 +332,10 @@ RULES: dict[str, ShardingRule] = {
     "embedding": embedding,
     **dict.fromkeys(OF_CLASSES, class_loss),
     **dict.fromkeys(ELEMENTWISE, elementwise_loss),
-    "matmul": token_products,
+    "matmul": lambda known, node: (
+        token_products(known, node) or product_of_plain(known, node)
+    ),
+    **dict.fromkeys(("linear", "mm", "addmm"), product_of_plain),
     "cat": concatenate,
     "mean": mean,
     **dict.fromkeys(("logsigmoid", "log_sigmoid"), log_sigmoid),

@@ -1,0 +1,80 @@
+"""Every token has a time of its own: embedded times are cut before they meet weights."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden, lines_with
+from tests.golden.operands import attend
+
+
+class Times(nn.Module):
+    """Tokens x [B, S, C] that are scaled by what their times t [B, S] say."""
+
+    def __init__(self, is_flat):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.is_flat = is_flat
+
+    def forward(self, x, t):
+        t = t.flatten() if self.is_flat else t
+        angles = t[..., None].float() * torch.arange(3.0)
+        table = torch.cat([angles.sin(), angles.cos()], -1).to(x.dtype)
+        scale = self.second(F.silu(self.first(table)))
+        return attend(x * scale.view(x.shape[0], -1, 8))
+
+
+def captured(mesh, is_flat, tokens=60):
+    x, t = torch.randn(2, tokens, 8), torch.randint(9, (2, tokens))
+    return capture(Times(is_flat), x, t, mesh=mesh, shard={"x": 1})
+
+
+def test_a_table_is_cut(mesh):
+    assert_golden(
+        lines_with(captured(mesh, False).text, "cat(", "linear(", "cp_shard("),
+        """\
+cp_shard = cp_shard(l_x_, 1)  # [2, 60, 8] S(1)
+cat = cat([sin, cos], -1)  # [2, 60, 6]
+cp_shard_1 = cp_shard(table, 1)  # [2, 60, 6] S(1)
+linear = linear(cp_shard_1, cp_replicate, cp_replicate_1)  # [2, 60, 8] S(1)
+scale = linear(silu, cp_replicate_2, cp_replicate_3)  # [2, 60, 8] S(1)""",
+    )
+
+
+@pytest.mark.parametrize("tokens", [60, 64])
+def test_a_flattened_table_is_cut_as_a_view_would_be(mesh, tokens):
+    """A placement that is asked for would be another one, and gathered later."""
+    text = captured(mesh, True, tokens).text.replace(f"{2 * tokens}", "2S")
+    assert_golden(
+        lines_with(text.replace(f"{tokens}", "S"), "table", "linear(", "shard_1"),
+        """\
+table = .to(cat, torch.float32)  # [2S, 6]
+unflatten_1 = unflatten(table, 0, (2, -1))  # [2, S, 6]
+cp_shard_1 = cp_shard(unflatten_1, 1)  # [2, S, 6] S(1)
+flatten_2 = flatten(cp_shard_1, 0, 1)  # [2S, 6] _S(0, 2)
+linear = linear(flatten_2, cp_replicate, cp_replicate_1)  # [2S, 8] _S(0, 2)
+scale = linear(silu, cp_replicate_2, cp_replicate_3)  # [2S, 8] _S(0, 2)""",
+    )
+
+
+def test_what_lacks_tokens_stays_whole(mesh):
+    """One time of a whole sequence."""
+
+    class OneTime(Times):
+        def forward(self, x, t):
+            return super().forward(x, t[:, :1])
+
+    x, t = torch.randn(2, 60, 8), torch.randint(9, (2, 60))
+    text = capture(OneTime(False), x, t, mesh=mesh, shard={"x": 1}).text
+    assert_golden(
+        lines_with(text, "cat(", "linear", "cp_shard"),
+        """\
+cp_shard = cp_shard(l_x_, 1)  # [2, 60, 8] S(1)
+cat = cat([sin, cos], -1)  # [2, 1, 6]
+linear = linear(cp_replicate_4, cp_replicate, cp_replicate_1)  # [2, 1, 8] R
+cp_unsplit = cp_unsplit(linear)  # [2, 1, 8] R
+scale = linear(silu, cp_replicate_2, cp_replicate_3)  # [2, 1, 8] R
+mul_1 = mul(cp_shard, cp_pin)  # [2, 60, 8] S(1)""",
+    )
