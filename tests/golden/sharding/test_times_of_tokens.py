@@ -1,4 +1,4 @@
-"""Every token has a time of its own: embedded times are cut before they meet weights."""
+"""Every token has a time of its own: what is made of times is cut before weights."""
 
 import pytest
 import torch
