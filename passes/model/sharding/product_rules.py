@@ -62,28 +62,34 @@ def token_products(known: GraphValues, node: fx.Node) -> Propagate | None:
 def product_of_plain(known: GraphValues, node: fx.Node) -> Propagate | None:
     """Cut what every rank has before it meets weights, if the result has tokens.
 
-    Such are embedded times of tokens: every rank would compute the product of all.
+    Such are embedded times of tokens, and patches that frozen weights make: every rank
+    would compute the product of all.
     """
     tensors = {
         x: value
         for x in node.all_input_nodes
         if isinstance(value := known.value(x), Tensor)
     }
-    whole = [x for x, value in tensors.items() if not isinstance(value, DTensor)]
-    dim = known.sequence_dims.get(whole[0]) if len(whole) == 1 else None
+    dims = {
+        x: dim
+        for x, value in tensors.items()
+        if not isinstance(value, DTensor) and value.is_floating_point()
+        for dim in [known.sequence_dims.get(x)]
+        if dim is not None
+    }
     others = [value for value in tensors.values() if isinstance(value, DTensor)]
     if (
-        dim is None
+        len(dims) != 1
         or node not in known.sequence_dims
-        or not tensors[whole[0]].is_floating_point()
         or not all(p.is_replicate() for x in others for p in x.placements)
     ):
         return None
-    size = tensors[whole[0]].shape[dim.dim]
+    ((whole, dim),) = dims.items()
+    size = tensors[whole].shape[dim.dim]
     if is_symbol(size) and not is_divided(size, known.ctx.ranks):
         return None  # shards of symbolic sizes have to be equal
-    cut = known.cut(whole[0], dim)
-    return Propagate(with_inputs(node, lambda x: cut if x is whole[0] else x))
+    cut = known.cut(whole, dim)
+    return Propagate(with_inputs(node, lambda x: cut if x is whole else x))
 
 
 def _cut_label(known: GraphValues, x: Any, labels: Labels) -> str | None:

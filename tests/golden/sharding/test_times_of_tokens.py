@@ -78,3 +78,31 @@ cp_unsplit = cp_unsplit(linear)  # [2, 1, 8] R
 scale = linear(silu, cp_replicate_2, cp_replicate_3)  # [2, 1, 8] R
 mul_1 = mul(cp_shard, cp_pin)  # [2, 60, 8] S(1)""",
     )
+
+
+def test_patches_that_frozen_weights_make(mesh):
+    """LoRA: the weights that are not trained are plain, too."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patches, self.base = nn.Conv2d(3, 8, 2, 2), nn.Linear(8, 8)
+            self.requires_grad_(False)
+            self.down, self.up = nn.Linear(8, 2), nn.Linear(2, 8)
+
+        def forward(self, image):
+            x = self.patches(image).flatten(2).transpose(1, 2)
+            return attend(self.base(x) + self.up(self.down(x)))
+
+    text = capture(Adapted(), torch.randn(2, 3, 16, 16), mesh=mesh).text
+    assert_golden(
+        lines_with(text, "linear(", "cp_shard(", "add"),
+        """\
+cp_shard = cp_shard(x, 1)  # [2, 64, 8] S(1)
+linear = linear(cp_shard, cp_replicate_4, cp_replicate_5)  # [2, 64, 8] S(1)
+cp_shard_1 = cp_shard(x, 1)  # [2, 64, 8] S(1)
+linear_1 = linear(cp_shard_1, cp_replicate, cp_replicate_1)  # [2, 64, 2] S(1)
+linear_2 = linear(linear_1, cp_replicate_2, cp_replicate_3)  # [2, 64, 8] S(1)
+add = add(linear, linear_2)  # [2, 64, 8] S(1)
+unflatten = .unflatten(add, -1, (4, -1))  # [2, 64, 4, 2] S(1)""",
+    )
