@@ -85,7 +85,7 @@ def product_of_plain(known: GraphValues, node: fx.Node) -> Propagate | None:
     ):
         return None
     ((whole, dim),) = dims.items()
-    size = tensors[whole].shape[dim.dim]
+    size = tensors[whole].shape[dim.dim] // dim.outer
     if is_symbol(size) and not is_divided(size, known.ctx.ranks):
         return None  # shards of symbolic sizes have to be equal
     cut = known.cut(whole, dim)

@@ -292,7 +292,7 @@ def lost_dim(graph_values: GraphValues, node: fx.Node) -> TokenDim | None:
     dim = graph_values.sequence_dims.get(node) or _passed_on(graph_values, node, value)
     if dim is None:
         return None
-    size = value.shape[dim.dim]
+    size = value.shape[dim.dim] // dim.outer
     if is_symbol(size) and not is_divided(size, graph_values.ctx.ranks):
         return None  # shards of symbolic sizes have to be equal
     return dim
