@@ -182,9 +182,9 @@ def test_a_budget_that_nothing_meets_names_the_call_and_the_smallest_need(mesh):
     assert_golden(
         fill(str(captured.error), 80),
         """\
-attention at <top level>: every strategy is impossible here: ulysses needs 36.0
-MiB of extra memory per rank, and the budget is 1.0 MiB; that is the smallest
-need: raise memory_budget, or use more ranks""",
+attention at <top level>: every strategy is impossible here: ulysses in 4 groups
+of heads needs 34.0 MiB of extra memory per rank, and the budget is 1.0 MiB;
+that is the smallest need: raise memory_budget, or use more ranks""",
     )
 
 
