@@ -46,8 +46,8 @@ class AttentionSpec:
         [1, 1, n], the values that it reads, whole and the same on every rank.
     first_head, last_head: the numbers that a score_mod has for the first of these
         heads, and for the last of all. Heads past it are padding, and have its number.
-    head_groups: in how many parts heads are exchanged, one after the other, by an
-        operator that exchanges heads.
+    head_groups: in how many parts at most heads are exchanged, one after the other, by
+        Ulysses.
     whole_keys: whether every rank has all keys and values, in the sequence's order.
     wants_lse: whether the log-sum-exp is read. Operators that have it at no cost return
         it in any case.

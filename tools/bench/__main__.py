@@ -10,6 +10,7 @@
     sharded_parameters  what cp.shard_parameters saves and costs
     overlap       what rings, gathers and gradients hide behind computation
     memory        what tiles save of the memory of a training step, and their cost
+    head_groups   what an exchange of heads in groups saves of memory
     mixers        state-space models and delta rules, by every strategy
     hybrid        attention and delta rules on many ranks, simulated; nothing runs
     lengths       what a stream of many lengths compiles, and costs per step
@@ -37,6 +38,7 @@ MODULES = {
     "sharded_parameters": "tools.bench.sharded_parameters",
     "overlap": "tools.bench.overlap",
     "memory": "tools.bench.memory",
+    "head_groups": "tools.bench.head_groups",
     "mixers": "tools.bench.mixers",
     "hybrid": "tools.bench.hybrid",
     "lengths": "tools.bench.lengths",

@@ -15,6 +15,7 @@ chunks (arXiv 2602.21196).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from cpcompile.ops.comm.head_exchange import (
     place,
     unpack_heads,
     unpack_tokens,
+    with_exchanged_heads,
 )
 from cpcompile.ops.traced_nodes import sharing
 from cpcompile.torch_private.process_groups import register_work
@@ -188,7 +190,7 @@ class _Exchange:
 
 
 def with_heads_in_groups(
-    attend: Callable[[Tensor, Tensor, Tensor, int], Results],
+    attend: Callable[..., Results],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -199,19 +201,19 @@ def with_heads_in_groups(
 ) -> Results:
     """Run `attend` on all tokens of this rank's heads; return its own tokens.
 
-    The same as `with_exchanged_heads`, in `groups` parts: `attend(q, k, v, first)`
-    computes some of the rank's heads, from the `first` one on. Keys that several parts
-    read travel once, with the first of them.
+    The same as `with_exchanged_heads`, in parts: `attend(q, k, v, first)` computes some
+    of the rank's heads, from the `first` one on. Keys that several parts read travel
+    once, with the first of them.
 
-    Raises: ValueError for a number of groups that is none of `group_counts`.
+    groups: how many parts at most; of fewer heads than were planned for, as where they
+    are split over another axis too, there may be fewer.
     """
     ranks, heads, kv_heads = group_by_name(group).size(), q.shape[1], k.shape[1]
-    possible = group_counts(heads, kv_heads, ranks)
-    if groups not in possible:
-        raise ValueError(
-            f"cp::ulysses_attention: got {heads} heads, {kv_heads} of keys, on {ranks} "
-            f"ranks in {groups} groups; needed one of {possible or 'no groups'}"
-        )
+    counts = group_counts(heads, kv_heads, ranks)
+    groups = max((count for count in counts if count <= groups), default=1)
+    if groups == 1:
+        attend_all = functools.partial(attend, first=0)
+        return with_exchanged_heads(attend_all, q, k, v, lengths, sizes, group)
     split = HeadSplit(heads, kv_heads, ranks)
     own, run = split.per_rank // groups, split.per_rank // split.kv_per_rank
     keys_apart = split.key_groups(groups) > 1

@@ -30,11 +30,7 @@ from cpcompile.geometry.lengths import in_chunks
 from cpcompile.kernels.choice import why_no_flash
 from cpcompile.ops.attention_spec import AttentionInputs, is_of_positions
 from cpcompile.ops.comm.communication import group_by_name
-from cpcompile.ops.comm.head_exchange import (
-    Results,
-    ulysses_scatter,
-    with_exchanged_heads,
-)
+from cpcompile.ops.comm.head_exchange import Results, ulysses_scatter
 from cpcompile.ops.comm.heads_in_groups import with_heads_in_groups
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
 from cpcompile.ops.step.aten_flash import flash_forward, flash_operands, is_empty
@@ -85,7 +81,7 @@ def ulysses_attention(
         exchange = (queries.length, queries.size, group)
         own = inputs_of_own_heads(inputs, q.shape[1], *exchange)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> Results:
+        def attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> Results:
             if plain:
                 return attend_heads(q, k, v, is_causal, scale), None
             out: Tensor
@@ -96,9 +92,7 @@ def ulysses_attention(
 
         lengths, chunks = (queries.length, keys.length), (queries.size, keys.size)
         sent = (q, k, v, lengths, chunks, group)
-        if inputs.spec.head_groups > 1:
-            return with_heads_in_groups(attend, *sent, inputs.spec.head_groups)
-        return with_exchanged_heads(attend, *sent)
+        return with_heads_in_groups(attend, *sent, inputs.spec.head_groups)
 
     return on_local_parts(local, (q, k, v), AttentionInputs.of(spec, extras), group)
 
@@ -151,7 +145,9 @@ def inputs_of_some_heads(
     """Return the inputs of `count` heads of a rank, from the `first` one on."""
 
     def cut(x: Tensor | None, dim: int) -> Tensor | None:
-        return x if x is None else x.narrow(dim, first, count)
+        if x is None or x.shape[dim] == count:
+            return x
+        return x.narrow(dim, first, count)
 
     spec, bias = inputs.spec, inputs.bias
     if spec.score_mod:
