@@ -232,7 +232,7 @@ def _number(x: Any) -> float | None:
         return float(fake_value(x))
     if isinstance(x, fx.Node) and spelled(x) in ("full", "tensor", "scalar_tensor"):
         arguments, value = canonical_call(x).arguments, fake_value(x)
-        values = [arguments.get(name) for name in ("fill_value", "data", "s")]
+        values = [arguments.get(name) for name in ("fill_value", "t", "s")]
         numbers = [n for n in values if _is_number(n)]
         if len(numbers) == 1 and value.numel() == 1 and value.is_floating_point():
             return float(torch.tensor(numbers[0], dtype=value.dtype))

@@ -70,6 +70,26 @@ def test_filled_low(mesh):
     )
 
 
+def test_a_low_number_that_is_a_tensor(mesh):
+    assert_golden(
+        folded("chosen_tensor", mesh),
+        """\
+- transpose = .transpose(l_k_, -1, -2)
+- scores = matmul(l_q_, transpose)
+- where = where(tril, scores, value)
+- softmax = .softmax(where, -1)
+- matmul_1 = matmul(softmax, l_v_)
+- return (matmul_1,)
++ unsqueeze = unsqueeze(tril, 0)
++ unsqueeze_1 = unsqueeze(unsqueeze, 1)
++ logical_not = logical_not(unsqueeze_1)
++ to = to(logical_not, torch.float32)
++ mul = mul(to, -8.50706e+37)
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=1, attn_mask=mul)
++ return (plain_attention,)""",
+    )
+
+
 def test_in_place(mesh):
     assert_golden(
         folded("in_place", mesh),

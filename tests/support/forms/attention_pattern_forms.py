@@ -58,6 +58,13 @@ def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.where(causal(q), scores, value).softmax(-1) @ v
 
 
+def chosen_tensor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As GPT-Neo, which does not divide by the root of the head dim."""
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    value = torch.tensor(lowest(q), dtype=q.dtype, device=q.device)
+    return torch.where(causal(q), scores, value).softmax(-1) @ v
+
+
 def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.mT
     scores *= 0.5
@@ -192,7 +199,17 @@ def of_the_shape(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 FORMS: dict[str, Callable[..., Tensor]] = {
     form.__name__: form
     for form in (
-        *(plain, functions, filled, filled_low, chosen, in_place, scaled_first, alibi),
+        *(
+            plain,
+            functions,
+            filled,
+            filled_low,
+            chosen,
+            chosen_tensor,
+            in_place,
+            scaled_first,
+            alibi,
+        ),
         *(einsum, one_key_head, grouped, channels_first, softcapped),
         *(softcapped_everywhere, relative, *sink_forms.FORMS, *low_forms.FORMS),
         *(disentangled, of_all_pairs, upcast_by_hand, low_then_added, of_the_shape),
