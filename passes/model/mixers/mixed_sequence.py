@@ -41,7 +41,7 @@ _ANYWHERE = ("mean", "expand_as", "logsigmoid", "log_sigmoid")
 """Calls whose rules of ours look where their operand is split."""
 
 _AS_FLOW_SAYS = (
-    "view", "reshape", "flatten", "unflatten", "cat", "matmul",
+    "view", "reshape", "flatten", "unflatten", "cat", "matmul", "linear", "mm", "addmm",
 )  # fmt: skip
 """Calls whose rules of ours only do what flow says in a better way."""
 
