@@ -8,7 +8,6 @@ import sysconfig
 from collections.abc import Sequence
 
 import torch
-import torch._dynamo
 
 from cpcompile import errors
 from cpcompile.torch_patches.graph_breaks import SourceLine

@@ -32,6 +32,7 @@ OTHERS = {  # by field, what is not PLAIN's
     "score_mod": ["f(x)\n", "f(x)", "f(x) lse", " f(x)"],
     "first_head": [1, 12],
     "last_head": [1, 12],
+    "head_groups": [2, 4],
     "whole_keys": [True],
     "wants_lse": [True],
 }
@@ -49,6 +50,7 @@ specs = st.builds(
     score_mod=st.text() | st.just('def f(x):\n    return "score_mod=" + x\n'),
     first_head=st.integers(0, 1000),
     last_head=st.integers(0, 1000),
+    head_groups=st.integers(1, 64),
     whole_keys=st.booleans(),
     wants_lse=st.booleans(),
 )
@@ -112,8 +114,8 @@ attention: got 'diagonal' in the spec 'diagonal scale=1.0'; needed one of
 ['causal', 'whole_keys', 'lse'], a layout of ['contiguous', 'zigzag', 'striped',
 'fold'], a tensor of ['+bias', '+key_ranges', '+q_segment_ids',
 '+kv_segment_ids', '+seeds', '+sinks'], or a value of ['scale', 'softcap',
-'dropout_p', 'first_head', 'last_head', 'mask_key']: make the text by
-AttentionSpec""",
+'dropout_p', 'first_head', 'last_head', 'head_groups', 'mask_key']: make the
+text by AttentionSpec""",
     )
 
 
