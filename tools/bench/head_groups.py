@@ -77,8 +77,10 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
                 (run,) = [x for kind, x in events if kind == "found"]
                 about = {"kv_heads": kv_heads, "direction": direction}
                 record["runs"].append({**about, **run})
-    note_load(record["setup"])
-    print(write_report(given.out, "bench_head_groups", record, markdown))
+                note_load(record["setup"])
+                name = "bench_head_groups"
+                report = write_report(given.out, name, record, markdown)
+    print(report)
 
 
 def forms(kv_heads: int, tokens: int, direction: str) -> Iterator[Candidate]:
