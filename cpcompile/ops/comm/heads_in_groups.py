@@ -9,8 +9,7 @@ as the forward does. In a compiled graph Inductor keeps operators that communica
 this order, see collective_order.py.
 
 Only the messages of two groups exist at a time, where one exchange of all heads needs
-three times what it sends. Method: heads in
-chunks (arXiv 2602.21196).
+three times what it sends. Method: heads in chunks (arXiv 2602.21196).
 """
 
 from __future__ import annotations
