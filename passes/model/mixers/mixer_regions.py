@@ -69,7 +69,7 @@ class RegionFinder:
             same = [x for x in self._sequence.links.get(node, ()) if x in members]
             users = [x for x in node.users if x in members]
             if spelled(node) == "setitem":
-                same.append(node.args[0])
+                same += [x for x in (node.args[0],) if x in members]
             elif not isinstance(fake_value(node), Tensor):
                 same += users
             else:
@@ -120,7 +120,7 @@ class RegionFinder:
         """Return the seconds of a call on either side; None where it must not be."""
         if node.op == "placeholder":
             return 0.0, (None if node not in self._sequence.links else 0.0)
-        if self._sequence.is_written(node):
+        if self._sequence.is_written(node) or self._writes_elsewhere(node, entries):
             return 0.0, None
         local = entries.is_local(node) or not self._sequence.computed.intersection(
             node.all_input_nodes
@@ -164,6 +164,11 @@ class RegionFinder:
         ]
         in_parts = self._seconds.of_gather(with_tokens) + in_full
         return DEAR if forced is MixerStrategy.EXCHANGE else in_parts, moved
+
+    def _writes_elsewhere(self, node: fx.Node, entries: DimClass) -> bool:
+        """Tell whether a call writes into a tensor that has no side."""
+        base = node.args[0] if spelled(node) == "setitem" else None
+        return isinstance(base, fx.Node) and not self._takes_part(base, entries)
 
     def _gathered(self, node: fx.Node, entries: DimClass) -> list[fx.Node]:
         """Return the operands that ranks must have in whole on the side of `entries`.

@@ -224,6 +224,31 @@ def test_writes_that_autograd_does_not_see(pools, world):
     pools[world].run(run_unrecorded, world)
 
 
+class WritesAtData(nn.Module):
+    """Tokens in an order that is data are written to a copy; x is [B, S, C]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = attend(x)
+        z = y.clone()
+        order = torch.arange(x.shape[1]).flip(0) * 5 % x.shape[1]
+        z[:, order] = self.mix(y)[:, order] * 2
+        return attend(self.mix(z))
+
+
+def run_at_data(tokens):
+    return compare(WritesAtData, (2, tokens, WIDTH), 2)
+
+
+@pytest.mark.parametrize("tokens", [12, 9])
+def test_a_write_of_tokens_in_an_order_of_data(pools, tokens):
+    """The copy has no dimension along which what is written to it could be exchanged."""
+    pools[2].run(run_at_data, tokens)[0].check()
+
+
 class JoinsByWrites(nn.Module):
     """Keys are joined by methods that write, whose results nobody reads."""
 
