@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cpcompile import config
+    from cpcompile import config, errors
     from cpcompile.apps.checking.check import check
     from cpcompile.apps.verification.verify import verify
     from cpcompile.cost.max_sequence.fit import fit
@@ -27,6 +27,7 @@ __all__ = [
     "MixerState",
     "check",
     "config",
+    "errors",
     "explain",
     "fit",
     "plan",
@@ -65,8 +66,8 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first used, so that `import cpcompile` stays light."""
     import importlib  # not needed unless a name is used
 
-    if name == "config":
-        return importlib.import_module("cpcompile.config")
+    if name in ("config", "errors"):
+        return importlib.import_module(f"cpcompile.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'cpcompile' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
