@@ -101,6 +101,25 @@ def padded(length: int, before: int, after: int, mode: str) -> Joined:
     return Joined(pieces, total)
 
 
+def windowed(
+    length: int, size: int, step: int, dilation: int, before: int, count: int
+) -> Joined:
+    """Return `count` windows of a sequence side by side, [window, place in it].
+
+    Window i has the tokens i * step - before + j * dilation for j < size; FILL stands
+    where the sequence has none.
+    """
+    pieces = [Piece(FILL, 0, count * size, 0)]
+    for j in range(size):
+        first = j * dilation - before  # of window 0
+        skipped = max(0, -(first // step))
+        last = min(count, (length - 1 - first) // step + 1)
+        if last > skipped:
+            start, at = first + skipped * step, skipped * size + j
+            pieces.append(Piece(0, start, last - skipped, at, step, size))
+    return Joined(pieces, count * size)
+
+
 def concatenated(lengths: Sequence[int]) -> Joined:
     """Return torch.cat of sequences."""
     pieces, at = [], 0

@@ -47,6 +47,7 @@ _MOVES: dict[str, Callable[..., Joined]] = {
     "roll": lambda lengths, *args: token_pieces.rolled(*lengths, *args),
     "flip": lambda lengths: token_pieces.flipped(*lengths),
     "pad": lambda lengths, *args: token_pieces.padded(*lengths, *args),
+    "windows": lambda lengths, *args: token_pieces.windowed(*lengths, *args),
     "cat": token_pieces.concatenated,
     "assign": lambda lengths, start, stop, step: token_pieces.assigned(
         lengths[0], start, stop, step, len(lengths) - 1 or token_pieces.FILL
@@ -71,8 +72,9 @@ def cp_move_tokens(
             plain tensors; of one dtype, and equal but for the tokens. At least one is
             sharded.
         how, args: "slice", start, stop, step; "roll", shift; "flip"; "pad", before,
-            after, mode; "cat"; "assign", start, stop, step, where the second one is
-            assigned, or `fill` where there is no second one.
+            after, mode; "windows", size, step, dilation, before, count, side by side;
+            "cat"; "assign", start, stop, step, where the second one is assigned, or
+            `fill` where there is no second one.
         fill: the number of padding.
         layout: of the tokens that are sharded, before and after.
     """

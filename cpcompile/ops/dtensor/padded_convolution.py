@@ -32,8 +32,10 @@ def padded_convolution(
         weight, bias, stride, dilation, groups: as torch takes them, per dimension.
         padding: zeros (before, after) per dimension of positions.
 
-    Raises: ValueError for a DTensor with other placements, or along whose shards the
-    number of positions changes.
+    Along a sharded dimension there are as many results as positions, or windows lie
+    side by side, whole ones on every rank.
+
+    Raises: ValueError for a DTensor with other placements or numbers.
     """
     if isinstance(input, DTensor):
         return _of_shards(input, weight, bias, stride, padding, dilation, groups)
@@ -64,6 +66,13 @@ def _of_shards(
             )
         before, after = remaining[dim - first]
         reach = dilation[dim - first] * (weight.shape[dim - first + 2] - 1)
+        if is_side_by_side(x, axis, dim, reach + 1, stride[dim - first]):
+            if before or after:
+                raise ValueError(
+                    f"a convolution of windows side by side with {before} zeros before "
+                    f"and {after} after; needed none"
+                )
+            continue
         if stride[dim - first] != 1 or before + after != reach:
             raise ValueError(
                 f"a convolution of {x.shape[dim]} sharded positions with stride "
@@ -81,8 +90,8 @@ def _of_shards(
     grads: list[Placement] = [
         Replicate() if p.is_replicate() else Partial() for p in x.placements
     ]
-    own_weight = _whole(weight, grads)
-    own_bias = None if bias is None else _whole(bias, grads)
+    own_weight = whole_weight(weight, grads)
+    own_bias = None if bias is None else whole_weight(bias, grads)
     with shared:
         out = _convolved(
             local, own_weight, own_bias, stride, remaining, dilation, groups
@@ -106,7 +115,13 @@ def _of_shards(
     )
 
 
-def _whole(x: Tensor, grads: list[Placement]) -> Tensor:
+def is_side_by_side(x: DTensor, axis: int, dim: int, size: int, step: int) -> bool:
+    """Tell whether every rank has whole windows of positions, which do not overlap."""
+    ranks = x.device_mesh.size(axis)
+    return size == step > 1 and x.shape[dim] % (size * ranks) == 0
+
+
+def whole_weight(x: Tensor, grads: list[Placement]) -> Tensor:
     """Return a parameter of which every rank has the gradient of its own positions."""
     if not isinstance(x, DTensor):
         return x

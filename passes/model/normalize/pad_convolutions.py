@@ -56,7 +56,7 @@ def convolution(graph_values: GraphValues, node: fx.Node) -> Decision | None:
 
     None if they are not, or if it does not give as many tokens as it takes.
     """
-    call = _padded(node)
+    call = padded_call(node)
     value = graph_values.value(canonical_call(node).arguments["input"])
     if call is None or not isinstance(value, DTensor):
         return None
@@ -75,7 +75,7 @@ def _without_slices(node: fx.Node) -> bool:
 
     Returns: whether the node was such a call.
     """
-    call, value = _padded(node), fake_value(node)
+    call, value = padded_call(node), fake_value(node)
     if call is None or not node.users:
         return False
     source, padding = fake_value(call.args[0]), list(call.args[4])
@@ -110,7 +110,7 @@ def _without_pad(node: fx.Node) -> bool:
 
     Returns: whether the node was such a call.
     """
-    call = _padded(node)
+    call = padded_call(node)
     if call is None:
         return False
     source = call.args[0]
@@ -143,12 +143,12 @@ def _without_pad(node: fx.Node) -> bool:
     return True
 
 
-def _padded(node: fx.Node) -> NewCall | None:
+def padded_call(node: fx.Node) -> NewCall | None:
     """Return the call as one of padded_convolution; None if a number is not known."""
     arguments = canonical_call(node).arguments
     weight = fake_value(arguments["weight"])
     dims = weight.ndim - 2
-    numbers = [_of_dims(arguments[x], dims) for x in ("stride", "dilation")]
+    numbers = [of_dims(arguments[x], dims) for x in ("stride", "dilation")]
     if arguments["padding"] in ("same", "valid"):
         whole = arguments["padding"] == "same"
         padding = [
@@ -156,7 +156,7 @@ def _padded(node: fx.Node) -> NewCall | None:
             for step, taps in zip(numbers[1] or (), weight.shape[2:], strict=True)
         ]
     else:
-        both = _of_dims(arguments["padding"], dims)
+        both = of_dims(arguments["padding"], dims)
         padding = [(n, n) for n in both or ()]
     if len(padding) != dims or None in numbers:
         return None
@@ -166,7 +166,7 @@ def _padded(node: fx.Node) -> NewCall | None:
     return NewCall(padded_convolution, args)
 
 
-def _of_dims(x: Any, dims: int) -> tuple[int, ...] | None:
+def of_dims(x: Any, dims: int) -> tuple[int, ...] | None:
     """Return one number for each dimension; a single number counts for all."""
     if isinstance(x, int):
         return (x,) * dims

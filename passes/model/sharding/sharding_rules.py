@@ -70,6 +70,8 @@ from ..normalize.pad_convolutions import CONVOLUTIONS, convolution
 from .flattened_tokens import flattened_tokens
 from .product_rules import product_of_plain, token_products
 from .sharded_losses import class_loss, elementwise_loss
+from .strided_windows import RULES as OF_WINDOWS
+from .strided_windows import overlapping_windows, strided_convolution
 from .tensor_parallel import on_other_axes
 from .unknown_sizes import unknown_size
 
@@ -232,19 +234,21 @@ def left_attention(
 
 
 def unfold(graph_values: GraphValues, node: fx.Node) -> Decision | None:
-    """Make windows side by side a view where they lie inside of the ranks' parts."""
+    """Make windows side by side a view, and move tokens to those that overlap."""
     arguments = canonical_call(node).arguments
     value, size = graph_values.value(arguments["input"]), arguments.get("size")
     if size is None:  # torch.nn.functional's, of images
         return None
-    if not isinstance(value, DTensor) or arguments["step"] != size:
+    if not isinstance(value, DTensor):
         return None
+    if arguments["step"] != size:
+        return overlapping_windows(graph_values, node)
     dim = arguments["dimension"] % value.ndim
     length, ranks = value.shape[dim], graph_values.ctx.ranks
     if value.placements[graph_values.ctx.axis] != Shard(dim) or is_symbol(length):
         return None
     if not size or length % size:
-        return None  # what is left over is in no window
+        return overlapping_windows(graph_values, node)  # some tokens are in none
     shape = (length // size, size)
     cut: NewCall | None = NewCall(torch.unflatten, (arguments["input"], dim, shape))
     if shape[0] % ranks:
@@ -328,7 +332,13 @@ def exchange(known: GraphValues, node: fx.Node) -> Decision:
 RULES: dict[str, ShardingRule] = {
     **dict.fromkeys(("view", "reshape", "flatten"), view),
     "unflatten": window_view,
-    **dict.fromkeys(CONVOLUTIONS, convolution),
+    **OF_WINDOWS,
+    **dict.fromkeys(
+        CONVOLUTIONS,
+        lambda known, node: (
+            convolution(known, node) or strided_convolution(known, node)
+        ),
+    ),
     "embedding": embedding,
     **dict.fromkeys(OF_CLASSES, class_loss),
     **dict.fromkeys(ELEMENTWISE, elementwise_loss),

@@ -245,7 +245,7 @@ def run_at_data(tokens):
 
 @pytest.mark.parametrize("tokens", [12, 9])
 def test_a_write_of_tokens_in_an_order_of_data(pools, tokens):
-    """No dimension of the copy is one along which what is written could be exchanged."""
+    """No dimension of the copy is one along which what is written is exchanged."""
     pools[2].run(run_at_data, tokens)[0].check()
 
 

@@ -1,6 +1,5 @@
-"""Windows of tokens, by unfold: views inside of the ranks' parts, else gathered."""
+"""Windows of tokens, by unfold: views inside of the ranks' parts, or moved."""
 
-import pytest
 import torch.nn.functional as F
 
 from tests.golden.capture import sharded
@@ -35,8 +34,13 @@ q_1 = .transpose(unflatten_1, 1, 2)  # [2, 4, 16, 2] S(2)""",
     )
 
 
-@pytest.mark.parametrize(("size", "step"), [(2, 1), (8, 8)])
-def test_other_windows_are_gathered(mesh, size, step):
-    """They overlap, or are of two ranks."""
-    captured = sharded(attended_windows(size, step), mesh, 2, 32, 8)
+def test_windows_that_overlap_are_moved(mesh):
+    """test_strided_windows.py shows others."""
+    captured = sharded(attended_windows(2, 1), mesh, 2, 32, 8)
+    assert "= cp_replicated(" not in captured.text
+    assert "'windows'" in captured.text
+
+
+def test_windows_of_two_ranks_are_gathered(mesh):
+    captured = sharded(attended_windows(8, 8), mesh, 2, 32, 8)
     assert "= cp_replicated(unfold, " in captured.text

@@ -94,7 +94,7 @@ FORMS = {
     "called": (lambda: Called(WIDTH, WIDTH, 3, groups=WIDTH), True),
     "grid": (Grid, False),
 }
-# What changes the number of tokens, or pads by other numbers.
+# What changes the number of tokens, or pads by other numbers: see strided_forms.py.
 TWINS = {
     "reflected": (lambda: one(3, padding=1, padding_mode="reflect"), False),
     "shrinking": (

@@ -101,6 +101,26 @@ def test_padding(length, before, after, mode, layout, ranks):
 
 @settings(deadline=None)
 @given(
+    st.integers(1, 30),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.integers(0, 5),
+    st.integers(0, 12),
+    layouts,
+    st.integers(1, 5),
+)
+def test_windows(length, size, step, dilation, before, count, layout, ranks):
+    joined = token_pieces.windowed(length, size, step, dilation, before, count)
+    place = step * torch.arange(count)[:, None] - before
+    place = (place + dilation * torch.arange(size)).flatten()
+    wanted = place.where((place >= 0) & (place < length), torch.tensor(fill))
+    found = moved(joined, [torch.arange(length)], [layout, layout], ranks)
+    assert torch.equal(found, wanted)
+
+
+@settings(deadline=None)
+@given(
     st.lists(st.integers(0, 20), min_size=1, max_size=4),
     st.data(),
     layouts,

@@ -1,0 +1,295 @@
+"""Share out calls that read or make windows of tokens, and change their number.
+
+Strided and transposed convolutions, pooling, unfold, and resizing to the nearest token.
+
+    x: [B, C, 61] S(2) on 2 ranks, 31 and 30 tokens
+    conv1d(x, weight, bias, (2,), (1,))                   # 3 taps, 31 results
+      ->
+    windows = cp_move_tokens(x, 2, 'windows', 3, 2, 1, 1, 32)   [B, C, 96], 48 and 48
+    padded_convolution(windows, weight, bias, (3,), [(0, 0)], (1,), 1)[..., :31]
+
+A window is where its result is; a rank copies its own tokens into its windows, those
+that overlap more than once, and borrows the others at its borders. Convolutions whose
+windows begin at every token give as many results as tokens where they are padded
+(`padded_convolution`), and lose some of them after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.distributed.tensor import DTensor
+
+from cpcompile.geometry.layout import leaves_ranks_empty
+from cpcompile.geometry.lengths import is_symbol
+from cpcompile.ops.dtensor.padded_convolution import padded_convolution
+from cpcompile.ops.dtensor.transposed_convolution import transposed_convolution
+from cpcompile.ops.dtensor.windowed_pool import POOLS, windowed_pool
+
+from ...graph.calls import canonical_call
+from ...graph.new_call import NewCall
+from ...graph.nodes import fake_value
+from ...placement.decisions import Again, Decision, Replace
+from ...placement.graph_values import GraphValues
+from ..moves.move_rules import move_tokens, split_dim
+from ..normalize.pad_convolutions import CONVOLUTIONS, of_dims, padded_call
+
+
+def strided_convolution(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Decide on a convolution that has not as many results as tokens."""
+    call = padded_call(node)
+    if call is None:
+        return None
+    x, weight, bias, stride, padding, dilation, groups = call.args
+    i = _position(known, x, len(stride))
+    if i is None:
+        return None
+    dim = fake_value(x).ndim - len(stride) + i
+    taps, count = fake_value(weight).shape[2 + i], fake_value(node).shape[dim]
+    if stride[i] == 1:
+        return _at_every_token(known, call, i, dim, count)
+    windows = _windows(
+        known, x, dim, (taps, stride[i], dilation[i], padding[i][0]), count
+    )
+    if windows is None:
+        return None
+    numbers = (
+        _with(stride, i, taps),
+        _with(padding, i, (0, 0)),
+        _with(dilation, i, 1),
+    )
+    return _first(
+        known,
+        NewCall(padded_convolution, (windows, weight, bias, *numbers, groups)),
+        dim,
+        count,
+    )
+
+
+def pool(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Decide on a pooling of tokens."""
+    call = canonical_call(node)
+    given, name = call.arguments, call.name
+    dims = int(name[-2])
+    sizes, strides, padding, dilation = (
+        of_dims(given.get(x) or default, dims)
+        for x, default in (
+            ("kernel_size", None),
+            ("stride", given["kernel_size"]),
+            ("padding", 0),
+            ("dilation", 1),
+        )
+    )
+    if sizes is None or strides is None or padding is None or dilation is None:
+        return None
+    i = _position(known, given["input"], dims)
+    if i is None or given.get("return_indices") or given.get("divisor_override"):
+        return None
+    if any(padding) and not given.get("count_include_pad", True):
+        return None
+    x = given["input"]
+    dim = fake_value(x).ndim - dims + i
+    count = fake_value(node).shape[dim]
+    wanted = [
+        (n + 2 * zeros - reach * (taps - 1) - 1) // step + 1
+        for n, zeros, reach, taps, step in zip(
+            fake_value(x).shape[-dims:], padding, dilation, sizes, strides, strict=True
+        )
+    ]
+    if given.get("ceil_mode") and wanted != list(fake_value(node).shape[-dims:]):
+        return None
+    fill = float("-inf") if name.startswith("max") else 0.0
+    windows = _windows(
+        known, x, dim, (sizes[i], strides[i], dilation[i], padding[i]), count, fill
+    )
+    if windows is None:
+        return None
+    numbers = (
+        sizes,
+        _with(strides, i, sizes[i]),
+        _with(padding, i, 0),
+        _with(dilation, i, 1),
+    )
+    return _first(known, NewCall(windowed_pool, (name, windows, *numbers)), dim, count)
+
+
+def adaptive_pool(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Decide on a mean of so many equal windows of tokens, or of all of them."""
+    call = canonical_call(node)
+    x, dims = call.arguments["input"], int(call.name[-2])
+    i = _position(known, x, dims)
+    if i is None:
+        return None
+    before, after = (fake_value(y).shape[-dims:] for y in (x, node))
+    if all(n == 1 for n in after):
+        return Again(NewCall(torch.mean, (x, list(range(-dims, 0)), True)))
+    if any(not n or size % n for size, n in zip(before, after, strict=True)):
+        return None
+    sizes = tuple(size // n for size, n in zip(before, after, strict=True))
+    dim = fake_value(x).ndim - dims + i
+    windows = _windows(known, x, dim, (sizes[i], sizes[i], 1, 0), after[i])
+    if windows is None:
+        return None
+    zeros, ones = (0,) * dims, (1,) * dims
+    name = call.name.removeprefix("adaptive_")
+    pooled = NewCall(windowed_pool, (name, windows, sizes, sizes, zeros, ones))
+    return _first(known, pooled, dim, after[i])
+
+
+def transposed(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Decide on a transposed convolution of tokens.
+
+    It is made of as many tokens on every rank, with zeros after the last one as far as
+    its results reach, and cut.
+    """
+    given = canonical_call(node).arguments
+    x, weight, bias = given["input"], given["weight"], given["bias"]
+    dims = fake_value(weight).ndim - 2
+    stride, padding, added, dilation = (
+        of_dims(given[name], dims)
+        for name in ("stride", "padding", "output_padding", "dilation")
+    )
+    if stride is None or padding is None or added is None or dilation is None:
+        return None
+    i = _position(known, x, dims)
+    if i is None or _is_split(known, weight) or _is_split(known, bias):
+        return None
+    dim = fake_value(x).ndim - dims + i
+    tokens, count = fake_value(x).shape[dim], fake_value(node).shape[dim]
+    ranks, step, cut = known.ctx.ranks, stride[i], padding[i]
+    reach = dilation[i] * (fake_value(weight).shape[2 + i] - 1) + 1
+    needed = -(-(cut + count) // step)
+    if reach < step or count <= 0 or leaves_ranks_empty(count, ranks):
+        return None
+    even = ranks * -(-max(needed, tokens) // ranks)
+    source: Any = x
+    if even > tokens:
+        pads = (0, even - tokens, "constant")
+        source = move_tokens(known, [x], dim, "pad", *pads)
+    args = (
+        *(source, weight, bias, stride, _with(padding, i, 0), _with(added, i, 0)),
+        *(given["groups"], dilation, dim),
+    )
+    made = NewCall(transposed_convolution, args)
+    return Replace(move_tokens(known, [made], dim, "slice", cut, cut + count, 1))
+
+
+def resized(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Decide on tokens that are repeated, or left out: the nearest ones of a size."""
+    given = canonical_call(node).arguments
+    x = given["input"]
+    dims = fake_value(x).ndim - 2
+    i = _position(known, x, dims) if dims > 0 else None
+    if i is None or given["mode"] != "nearest":
+        return None
+    before, after = (list(fake_value(y).shape[2:]) for y in (x, node))
+    if any(n % m for n, m in zip(after, before, strict=True)):
+        return None
+    factors = [n // m for n, m in zip(after, before, strict=True)]
+    if leaves_ranks_empty(after[i], known.ctx.ranks):
+        return None
+    made: Any = x
+    if factors[i] > 1:
+        times = (factors[i], 1, 0, 0, before[i])
+        made = move_tokens(known, [x], 2 + i, "windows", *times)
+    for j, factor in enumerate(factors):
+        if factor > 1 and j != i:
+            made = NewCall(torch.repeat_interleave, (made, factor, 2 + j))
+    return Replace(made)
+
+
+def overlapping_windows(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Decide on Tensor.unfold along the tokens."""
+    given = canonical_call(node).arguments
+    x, size, step = given["input"], given["size"], given["step"]
+    dim = split_dim(known, x)
+    if dim is None or given["dimension"] % fake_value(x).ndim != dim:
+        return None
+    count = fake_value(node).shape[dim]
+    windows = _windows(known, x, dim, (size, step, 1, 0), count)
+    if windows is None:
+        return None
+    cut = NewCall(torch.unflatten, (windows, dim, (-1, size)))
+    first = move_tokens(known, [cut], dim, "slice", None, count, 1)
+    return Replace(NewCall(torch.movedim, (first, dim + 1, -1)))
+
+
+def _position(known: GraphValues, x: Any, dims: int) -> int | None:
+    """Return which of the last dimensions of a value has its tokens."""
+    dim = split_dim(known, x)
+    if dim is None or any(map(is_symbol, fake_value(x).shape)):
+        return None
+    first = fake_value(x).ndim - dims
+    return dim - first if dim >= first else None
+
+
+def _windows(
+    known: GraphValues,
+    x: Any,
+    dim: int,
+    numbers: Sequence[int],
+    count: int,
+    fill: float = 0.0,
+) -> NewCall | None:
+    """Return the call that lays windows side by side, as many on every rank.
+
+    numbers: tokens of a window, steps between two, between two tokens of one, and
+    tokens that are missing before the first.
+    """
+    ranks = known.ctx.ranks
+    if is_symbol(count) or leaves_ranks_empty(count, ranks):
+        return None
+    even = ranks * -(-count // ranks)
+    return move_tokens(known, [x], dim, "windows", *numbers, even, fill=fill)
+
+
+def _first(known: GraphValues, call: NewCall, dim: int, count: int) -> Replace:
+    """Return the first results of a call, without those of missing windows."""
+    return Replace(move_tokens(known, [call], dim, "slice", None, count, 1))
+
+
+def _at_every_token(
+    known: GraphValues, call: NewCall, i: int, dim: int, count: int
+) -> Decision | None:
+    """Decide on a convolution that is not padded for as many results as tokens."""
+    x, weight, bias, stride, padding, dilation, groups = call.args
+    reach = dilation[i] * (fake_value(weight).shape[2 + i] - 1)
+    before, after = padding[i]
+    source: Any = x
+    if before + after > reach:
+        pads = (before, after, "constant")
+        source, before, after = move_tokens(known, [x], dim, "pad", *pads), 0, 0
+    missing = reach - before - after
+    more = _with(padding, i, (before + missing, after))
+    args = (source, weight, bias, stride, more, dilation, groups)
+    result = NewCall(padded_convolution, args)
+    cut = (missing, missing + count, 1)
+    return Replace(move_tokens(known, [result], dim, "slice", *cut))
+
+
+def _is_split(known: GraphValues, x: Any) -> bool:
+    value = known.value(x) if isinstance(x, fx.Node) else None
+    return isinstance(value, DTensor) and not all(
+        p.is_replicate() for p in value.placements
+    )
+
+
+def _with(numbers: Sequence[Any], i: int, number: Any) -> tuple[Any, ...]:
+    return (*numbers[:i], number, *numbers[i + 1 :])
+
+
+RULES = {
+    **dict.fromkeys(CONVOLUTIONS, strided_convolution),
+    **dict.fromkeys(POOLS, pool),
+    **dict.fromkeys(
+        ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
+        adaptive_pool,
+    ),
+    **dict.fromkeys(
+        ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), transposed
+    ),
+    "interpolate": resized,
+}

@@ -1,0 +1,123 @@
+"""Modules that change the number of tokens between two attention calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+WIDTH = 16
+COLUMNS = 3  # of a grid
+
+
+def of_channels(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Make a module of [B, C, S] one of [B, S, C]."""
+    return lambda x: module(x.mT).mT
+
+
+def of_grid(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Make a module of images one of [B, rows * columns, C]."""
+
+    def call(x: Tensor) -> Tensor:
+        return module(x.mT.unflatten(-1, (-1, COLUMNS))).flatten(2).mT
+
+    return call
+
+
+def conv(*args, **kwargs) -> nn.Module:
+    return nn.Conv1d(WIDTH, WIDTH, *args, **kwargs)
+
+
+def up(*args, **kwargs) -> nn.Module:
+    return nn.ConvTranspose1d(WIDTH, WIDTH, *args, **kwargs)
+
+
+def in_grid(make: type[nn.Module], *args, **kwargs) -> nn.Module:
+    return make(WIDTH, WIDTH, *args, **kwargs)
+
+
+class Call(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+def windows(size: int, step: int) -> nn.Module:
+    return Call(lambda x: x.unfold(2, size, step).mean(-1))
+
+
+def resized(factor: int) -> nn.Module:
+    return Call(lambda x: F.interpolate(x, scale_factor=factor))
+
+
+# By name: what makes the module, and what brings the tokens to it.
+FORMS = {
+    "halves": (lambda: conv(3, stride=2, padding=1), of_channels),
+    "patches": (lambda: conv(4, stride=4, bias=False), of_channels),
+    "rest": (lambda: conv(2, stride=3), of_channels),
+    "dilated": (lambda: conv(3, stride=2, dilation=2, padding=2), of_channels),
+    "depthwise": (lambda: conv(5, stride=2, groups=WIDTH), of_channels),
+    "shrinks": (lambda: conv(3), of_channels),
+    "grows": (lambda: conv(3, padding=2), of_channels),
+    "reflects": (lambda: conv(3, padding=1, padding_mode="reflect"), of_channels),
+    "means": (lambda: nn.AvgPool1d(2), of_channels),
+    "padded means": (lambda: nn.AvgPool1d(3, 2, 1), of_channels),
+    "maxima": (lambda: nn.MaxPool1d(3, 2, 1), of_channels),
+    "dilated maxima": (lambda: nn.MaxPool1d(2, 2, 0, dilation=3), of_channels),
+    "equal parts": (lambda: nn.AdaptiveAvgPool1d(6), of_channels),
+    "overlapping": (lambda: windows(4, 2), of_channels),
+    "with a rest": (lambda: windows(5, 5), of_channels),
+    "doubles": (lambda: up(4, stride=2, padding=1), of_channels),
+    "triples": (
+        lambda: up(5, stride=3, padding=2, output_padding=2, groups=4),
+        of_channels,
+    ),
+    "spreads": (lambda: up(3, bias=False, dilation=2), of_channels),
+    "repeats": (lambda: resized(2), of_channels),
+    "grid": (lambda: in_grid(nn.Conv2d, 3, stride=2, padding=1), of_grid),
+    "grid of patches": (lambda: in_grid(nn.Conv2d, (2, 3), stride=(2, 3)), of_grid),
+    "grid maxima": (lambda: nn.MaxPool2d(3, (2, 1), 1), of_grid),
+    "larger grid": (lambda: in_grid(nn.ConvTranspose2d, 2, stride=2), of_grid),
+    "repeated grid": (lambda: resized(2), of_grid),
+}
+# Not of windows that begin at equal distances, or of other numbers than zeros.
+TWINS = {
+    "counted means": (
+        lambda: nn.AvgPool1d(3, 2, 1, count_include_pad=False),
+        of_channels,
+    ),
+    "between tokens": (
+        lambda: Call(lambda x: F.interpolate(x, scale_factor=2.0, mode="linear")),
+        of_channels,
+    ),
+}
+
+
+class Model(nn.Module):
+    """x: [B, S, C]; tokens of another length are attended to after the first call."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        make, bring = (FORMS | TWINS)[name]
+        self.changed = make()
+        self.bring = bring(self.changed)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def attend(self, x: Tensor) -> Tensor:
+        y = self.qkv(x).unflatten(-1, (3, 2, -1))
+        q, k, v = (y[:, :, i].transpose(1, 2) for i in range(3))
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).flatten(-2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attend(self.bring(self.attend(x)))
+        return torch.sin(y).square().sum(1)
