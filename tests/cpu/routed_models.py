@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.cpu.programs import WIDTH, Base
+from tests.cpu.programs import WIDTH, Base, attend
 
 EXPERTS, HIDDEN, CHOSEN = 4, 24, 2
 
@@ -233,3 +233,27 @@ ROUTED = {
         WeightedCounts, CountedTwice, Capacity,
     )
 }  # fmt: skip
+
+
+class EveryExpert(nn.Module):
+    """Every expert gets every token, weighted, as in Llama 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.up = nn.Parameter(torch.randn(4, WIDTH, 12))
+        self.down = nn.Parameter(torch.randn(4, 6, WIDTH))
+
+    def forward(self, x):
+        rows = attend(x).reshape(-1, WIDTH)
+        scores = self.router(rows)
+        best, chosen = scores.topk(2, 1)
+        scores = torch.full_like(scores, -torch.inf).scatter_(1, chosen, best).sigmoid()
+        repeated = rows.repeat(4, 1) * scores.transpose(0, 1).reshape(-1, 1)
+        gate, up = torch.bmm(repeated.view(4, -1, WIDTH), self.up).chunk(2, dim=-1)
+        made = torch.bmm(up * F.silu(gate), self.down).view(-1, WIDTH)
+        made = self.between(made.reshape(4, -1, WIDTH))
+        return x + made.sum(0).view(x.shape)
+
+    def between(self, made):
+        return made

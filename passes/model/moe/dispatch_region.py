@@ -11,13 +11,15 @@ from torch import Tensor
 
 from cpcompile.geometry.lengths import Size, expected, times
 
-from ...flow.flow import Flows
-from ...flow.rows import keeps_rows
+from ...flow.flow import Flows, Result
+from ...flow.rows import ROWS, keeps_rows
+from ...flow.shaped_calls import shaped_call
 from ...graph.calls import canonical_call
 from ...graph.dispatch_calls import NotByRows, need, tensors_read
 from ...graph.effects import is_in_place, written_by
 from ...graph.nodes import fake_value, storage
-from .row_kinds import Counts, Fresh, Kind, Kinds, SumOfTokens, TokenRows
+from ...graph.sequence_tokens import TokenDim
+from .row_kinds import CopiedRows, Counts, Fresh, Kind, Kinds, SumOfTokens, TokenRows
 
 
 class DispatchRegion:
@@ -167,6 +169,8 @@ class DispatchRegion:
         """Return the kind of a call that DTensor proves to treat all rows alike."""
         inputs = tensors_read(node)
         kinds = {x: self.kinds[x] for x in inputs if x in self.kinds}
+        if any(isinstance(kind, CopiedRows) for kind in kinds.values()):
+            return self._of_copies(node)
         rows = {x: kind for x, kind in kinds.items() if isinstance(kind, TokenRows)}
         need(len(rows) == len(kinds))
         outside = [x for x in inputs if x not in kinds]
@@ -191,6 +195,62 @@ class DispatchRegion:
                     lambda x: TokenRows(times(x.shape[0], self.tokens), order),
                 )
         raise NotByRows
+
+    def _of_copies(self, node: fx.Node) -> Kinds:
+        """Return the kind of a call on rows that every expert has.
+
+        What it reads from outside is the same for all tokens, or has them as well.
+        """
+        call, leaves = shaped_call(node)
+        roles = [self._tokens_of(x) for x in leaves]
+        here = expected(self.tokens)
+        flow = self.flows.of(call, roles, here)
+        if flow is not None and flow.cut:
+            for number, dim in flow.cut.items():
+                need(self._from_outside(leaves[number]) == dim)
+                roles[number] = dim
+            flow = self.flows.of(call, roles, here)
+        if flow is None or not (flow.is_local and flow.tensors):
+            raise NotByRows
+        for x, role in zip(leaves, roles, strict=True):
+            if role is None and isinstance(fake_value(x), Tensor):
+                self.same(x)
+        kinds = [_kind_of(x, here) for x in flow.tensors]
+        return kinds[0] if isinstance(fake_value(node), Tensor) else tuple(kinds)
+
+    def _tokens_of(self, x: Any) -> TokenDim | None:
+        """Return where an argument has the tokens; None if it is from outside."""
+        kind = self.kinds.get(x) if isinstance(x, fx.Node) else None
+        if isinstance(kind, CopiedRows):
+            return kind.dim
+        need(kind in (None, TokenRows(1)))
+        return None if kind is None else ROWS
+
+    def _from_outside(self, x: Any) -> TokenDim | None:
+        """Return where a value from outside has the tokens.
+
+        It becomes an argument of the region, or is computed again inside of one.
+        """
+        value = fake_value(x)
+        need(isinstance(x, fx.Node) and isinstance(value, Tensor) and value.ndim)
+        if x in self.kinds:
+            return self._tokens_of(x)
+        if times(value.shape[0], self.tokens) == 1:
+            self.rows(x)
+            return ROWS
+        need(x.op in ("call_function", "call_method") and not is_in_place(x))
+        (call, leaves), here = shaped_call(x), expected(self.tokens)
+        sources = tensors_read(x)
+        need(len(sources) == 1)
+        role = self._from_outside(sources[0])
+        flow = self.flows.of(
+            call, [role if y in sources else None for y in leaves], here
+        )
+        if flow is None or not (flow.is_local and len(flow.tensors) == 1):
+            raise NotByRows
+        self.kinds[x] = _kind_of(flow.tensors[0], here)
+        self.copied[x] = None
+        return self._tokens_of(x)
 
     def _may_have_rows(self, x: fx.Node) -> bool:
         value = fake_value(x)
@@ -250,6 +310,16 @@ def _made_memory(node: fx.Node, tokens: Size) -> Fresh | None:
     if call.name not in names or not value.ndim:
         return None
     return Fresh(times(value.shape[0], tokens), zero="zeros" in call.name)
+
+
+def _kind_of(result: Result, tokens: int) -> Kind:
+    """Return the kind of a result by where its tokens are."""
+    need(isinstance(result.role, TokenDim))
+    assert isinstance(result.role, TokenDim)
+    if result.role == ROWS and result.shape[0] == tokens:
+        return TokenRows(1)
+    need(result.shape[result.role.dim] == result.role.outer * tokens)
+    return CopiedRows(result.role)
 
 
 def _is_result(kind: Kinds) -> bool:

@@ -19,8 +19,10 @@ from ...graph.dispatch_calls import (
     tensors_read,
 )
 from ...graph.nodes import fake_value
+from ...graph.sequence_tokens import TokenDim
 from .dispatch_region import DispatchRegion, DispatchRule
 from .row_kinds import (
+    CopiedRows,
     Counts,
     Ends,
     Kinds,
@@ -222,6 +224,16 @@ def repeat(region: DispatchRegion, node: fx.Node) -> Kinds:
     return TokenRows(kind.per_token * times)
 
 
+def copies(region: DispatchRegion, node: fx.Node) -> Kinds:
+    """Return the kind of x.repeat(experts, 1): all tokens once for every expert."""
+    x, (times, *others) = given(node)["input"], given(node)["repeats"]
+    need(isinstance(times, int) and len(others) == fake_value(x).ndim - 1)
+    need(all(n == 1 for n in others))
+    region.rows(x, 1)
+    need(region.kinds.get(x, TokenRows(1)) == TokenRows(1))
+    return CopiedRows(TokenDim(0, outer=times))
+
+
 RULES: dict[str, DispatchRule] = {
     "sort": sort,
     "argsort": sort,
@@ -250,5 +262,6 @@ RULES: dict[str, DispatchRule] = {
     "scatter_add_": add_at,
     "scatter_add": add_at,
     "repeat_interleave": repeat,
+    "repeat": copies,
     "cp::expert_numbers": checked,
 }

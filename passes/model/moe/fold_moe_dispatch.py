@@ -46,7 +46,7 @@ from .region_call import region_call, write_region_call
 log = logging.getLogger(__name__)
 
 _SEEDS = {"sort", "argsort", "histc", "scatter_add_", "scatter_add", "index_add_",
-          "repeat_interleave"}  # fmt: skip
+          "repeat_interleave", "repeat"}  # fmt: skip
 
 
 @graph_pass(reads=("calls",))
@@ -64,7 +64,8 @@ def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
         for seed in list(subgraph.nodes):
             rows = None if seed._erased else _rows(seed)
             if rows is not None:
-                _flatten_tokens(subgraph, fake_value(rows).shape[0])
+                if spelled(seed) != "repeat":
+                    _flatten_tokens(subgraph, fake_value(rows).shape[0])
                 folded += _rewrite(subgraph, seed, flows, attention)
         if subgraph.owning_module is not None:
             subgraph.owning_module.recompile()
@@ -90,10 +91,9 @@ def _rows(node: fx.Node) -> fx.Node | None:
     value = fake_value(rows)
     if not isinstance(rows, fx.Node) or not isinstance(value, Tensor):
         return None
-    repeats = name == "repeat_interleave"
-    if value.ndim != (2 if repeats else 1) or (repeats and given(node)["dim"] != 0):
+    if name == "repeat_interleave" and given(node)["dim"] != 0:
         return None
-    return rows
+    return rows if value.ndim == (2 if "repeat" in name else 1) else None
 
 
 def _flatten_tokens(graph: fx.Graph, numel: Size) -> None:
@@ -125,13 +125,14 @@ def _rewrite(
     attention: calls that are part of no dispatch. They would be where batch entries are
         the rows, as of a mask that is repeated for every head.
     """
-    rows, checked = _rows(seed), _check_experts(seed)
+    rows, checked, copies = _rows(seed), _check_experts(seed), spelled(seed) == "repeat"
     nodes = list(graph.nodes)
     assert rows is not None
     region = DispatchRegion(_tokens(rows), flows, RULES)
     try:
         region.grow(seed, nodes[nodes.index(seed) + 1 :])
-        need(any(map(_may_be_experts, region.row_arguments)))
+        if not copies:
+            need(any(map(_may_be_experts, region.row_arguments)))
         need(attention.isdisjoint(region.moved))
         call = region_call(region, "moe_dispatch")
     except NotByRows as problem:
@@ -139,7 +140,7 @@ def _rewrite(
         if checked is not None:
             checked.replace_all_uses_with(rows)
             graph.erase_node(checked)
-        if is_symbol(region.tokens):
+        if is_symbol(region.tokens) and not copies:
             text = f"{seed.name} of {region.tokens} tokens is no part of such a call"
             raise LengthNotSymbolic(text) from problem
         return False

@@ -18,7 +18,7 @@ from ...graph.calls import canonical_call, set_argument, spelled
 from ...graph.dispatch_calls import NotByRows, need, number
 from ...graph.nodes import fake_value
 from .dispatch_region import DispatchRegion
-from .row_kinds import Counts, Ends, Fresh, Kinds, SumOfTokens, TokenRows
+from .row_kinds import CopiedRows, Counts, Ends, Fresh, Kinds, SumOfTokens, TokenRows
 
 
 def row_module(
@@ -38,10 +38,13 @@ def row_module(
         inner[x] = _input(graph, x)
     for node in sorted((*region.moved, *region.copied), key=place.__getitem__):
         kind, value = region.kinds[node], fake_value(node)
-        per_token, size = 0, None
+        per_token, size, dim = 0, None, 0
         if isinstance(kind, TokenRows | Fresh) and isinstance(value, Tensor):
             per_token, size = kind.per_token, value.shape[0]
-        inner[node] = _copied(node, inner, rows, per_token, size)
+        if isinstance(kind, CopiedRows):
+            per_token, dim = kind.dim.outer, kind.dim.dim
+            size = value.shape[dim]
+        inner[node] = _copied(node, inner, rows, per_token, size, dim)
     graph.output(tuple(inner[x] for x in results))
     module = fx.GraphModule({}, graph)
     _try(module, region, inner, fake_mode)
@@ -75,11 +78,12 @@ def _copied(
     rows: fx.Node,
     per_token: int,
     size: Size | None,
+    dim: int = 0,
 ) -> fx.Node:
     """Copy a call into the graph of `rows`.
 
-    size: the first size of its result, which becomes `per_token` times the rows; None
-        changes nothing.
+    size: that of dimension `dim` of its result, which becomes `per_token` times the
+        rows; None changes nothing.
     """
     graph, symbols = rows.graph, list[fx.Node]()
 
@@ -91,15 +95,15 @@ def _copied(
 
     copied = graph.node_copy(node, argument)
     if size is not None:
-        _scale(copied, rows, per_token, size)
+        _scale(copied, rows, per_token, size, dim)
     for x in symbols:
         need(not x.users)  # it is more to the call than its first size
         graph.erase_node(x)
     return copied
 
 
-def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: Size) -> None:
-    """Make the first size of a call a multiple of the rows.
+def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: Size, dim: int) -> None:
+    """Make the size of dimension `dim` of a call a multiple of the rows.
 
     A size of -1, which torch is to find out, becomes a number: without any rows torch
     cannot tell it.
@@ -114,17 +118,19 @@ def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: Size) -> None:
     if -1 in sizes and call.name in ("view", "reshape", "unflatten"):
         whole = fake_value(node).shape[: len(sizes)]
         sizes = list(whole)
-    first = fake_value(sizes[0]) if sizes else None
-    if not isinstance(first, int | torch.SymInt) or not is_same(first, size):
+    given = fake_value(sizes[dim]) if len(sizes) > dim else None
+    if not isinstance(given, int | torch.SymInt) or not is_same(given, size):
         return
     with node.graph.inserting_before(node):
         new = node.graph.call_function(operator.mul, (rows, per_token))
-    set_argument(node, name, [new, *sizes[1:]] if several else new)
+    scaled = [*sizes[:dim], new, *sizes[dim + 1 :]]
+    set_argument(node, name, scaled if several else new)
 
 
 def _input(graph: fx.Graph, x: fx.Node) -> fx.Node:
     """Add a placeholder that stands for a value from outside."""
     inside = graph.placeholder(x.name)
+    inside.target = inside.name  # the program's own `rows` has the name that it has
     inside.meta["example_value"] = fake_value(x)
     return inside
 
@@ -170,9 +176,13 @@ def _try(
             )
 
 
-def _check(kind: Kinds, original: Any, computed: Any, tokens: Size, here: int) -> None:
-    pairs = zip(pytree.tree_leaves(original), pytree.tree_leaves(computed), strict=True)
-    for before, after in pairs:
-        fixed = isinstance(kind, SumOfTokens | Counts | Ends)
-        size = before.shape[0] if fixed else times(before.shape[0], tokens) * (here + 3)
-        need(tuple(after.shape) == (size, *before.shape[1:]))
+def _check(kinds: Kinds, original: Any, computed: Any, tokens: Size, here: int) -> None:
+    befores, afters = pytree.tree_leaves(original), pytree.tree_leaves(computed)
+    of_each = kinds if isinstance(kinds, tuple) else (kinds,) * len(befores)
+    for kind, before, after in zip(of_each, befores, afters, strict=True):
+        sizes = list(before.shape)
+        if isinstance(kind, CopiedRows):
+            sizes[kind.dim.dim] = kind.dim.outer * (here + 3)
+        elif not isinstance(kind, SumOfTokens | Counts | Ends):
+            sizes[0] = times(sizes[0], tokens) * (here + 3)
+        need(list(after.shape) == sizes)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from ...graph.sequence_tokens import TokenDim
+
 
 @dataclass(frozen=True, eq=False)
 class Order:
@@ -35,6 +37,16 @@ class TokenRows:
     per_token: int
     order: Order | None = None
     keys: bool = False
+
+
+@dataclass(frozen=True)
+class CopiedRows:
+    """A tensor in which every expert has a row of each token.
+
+    dim: where the tokens are: [experts * tokens, ..] or [experts, tokens, ..].
+    """
+
+    dim: TokenDim
 
 
 @dataclass(frozen=True)
@@ -84,5 +96,7 @@ class Fresh:
     zero: bool = False
 
 
-Kind = TokenRows | Positions | WayBack | Counts | Ends | SumOfTokens | Fresh
+Kind = (
+    TokenRows | CopiedRows | Positions | WayBack | Counts | Ends | SumOfTokens | Fresh
+)
 Kinds = Kind | tuple[Kind, ...]

@@ -8,8 +8,8 @@ from cpcompile.logs import warn_once
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import compare
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.programs import WIDTH, attend
-from tests.cpu.routed_models import ROUTED
+from tests.cpu.programs import WIDTH
+from tests.cpu.routed_models import ROUTED, EveryExpert
 from tests.models.run_case import warnings_of
 from tests.support.bounds import check, deviations, in_one_process, step
 
@@ -72,34 +72,19 @@ def test_tokens_in_a_balanced_layout(pools, name):
     check_runs(pools[2].run(run_routed, *arguments, timeout=90), name)
 
 
-class EveryExpert(torch.nn.Module):
-    """Every expert gets every token, weighted, as in Llama 4."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = torch.nn.Linear(WIDTH, 4)
-        self.up = torch.nn.Parameter(torch.randn(4, WIDTH, 6))
-        self.down = torch.nn.Parameter(torch.randn(4, 6, WIDTH))
-
-    def forward(self, x):
-        rows = attend(x).reshape(-1, WIDTH)
-        scores = self.router(rows)
-        best, chosen = scores.topk(2, 1)
-        scores = torch.full_like(scores, -torch.inf).scatter_(1, chosen, best).sigmoid()
-        repeated = rows.repeat(4, 1) * scores.transpose(0, 1).reshape(-1, 1)
-        hidden = torch.bmm(repeated.view(4, -1, WIDTH), self.up).relu()
-        made = torch.bmm(hidden, self.down).view(-1, WIDTH)
-        return x + made.reshape(4, -1, WIDTH).sum(0).view(x.shape)
-
-
-def run_every_expert(tokens, world, door):
-    comparison = compare(EveryExpert, (1, tokens, WIDTH), world, door)
+def run_every_expert(batch, tokens, world, door):
+    comparison = compare(EveryExpert, (batch, tokens, WIDTH), world, door)
     comparison.check()
     return comparison.warnings
 
 
-@pytest.mark.parametrize(("tokens", "world"), [(16, 2), (17, 2), (17, 3)])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "world"),
+    [(1, 16, 2), (1, 17, 3), (2, 16, 2), (2, 17, 2), (3, 8, 3)],
+)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
-def test_every_expert_gets_the_tokens_of_a_rank(pools, tokens, world, door):
-    for texts in pools[world].run(run_every_expert, tokens, world, door):
+def test_every_expert_gets_the_tokens_of_a_rank(pools, batch, tokens, world, door):
+    if door == "dtensor" and batch > 1:
+        pytest.skip("Dynamo traces a view of DTensors that DTensor does not know")
+    for texts in pools[world].run(run_every_expert, batch, tokens, world, door):
         assert [x for x in texts if "gathered tensors" in x or "times the" in x] == []

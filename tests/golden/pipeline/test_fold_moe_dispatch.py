@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.cpu.routed_models import CHOSEN, EXPERTS, ROUTED, WIDTH
+from tests.cpu.routed_models import CHOSEN, EXPERTS, ROUTED, WIDTH, EveryExpert
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden, lines_with
 
@@ -250,3 +250,34 @@ def test_no_attention_of_repeated_padding(mesh):
     assert found.error is None
     assert found["fold_moe_dispatch"].rewrites == 0
     assert len(found.ctx.findings.plans) == 1
+
+
+def copied(mesh, layer):
+    found = capture(layer, torch.randn(2, 16, WIDTH), mesh=mesh, shard={"x": 1})
+    return found["fold_moe_dispatch"]
+
+
+def test_tokens_that_every_expert_gets(mesh):
+    """Llama 4 repeats all tokens for every expert, and adds up what experts make."""
+    found = copied(mesh, EveryExpert())
+    assert found.rewrites == 1
+    assert_golden(
+        lines_with(found.after, "row_parallel", "repeat", "bmm", "sigmoid"),
+        """\
+scores_1 = .sigmoid(scatter_)  # [32, 4]
+cp_row_parallel = cp_row_parallel(moe_dispatch, rows, scores_1, l_self_parameters_up_,
+    l_self_parameters_down_)
+getitem_4 = cp_row_parallel[0]  # [32, 32]""",
+    )
+
+
+class TokensOfAnExpert(EveryExpert):
+    """An expert weights the tokens by each other."""
+
+    def between(self, made):
+        return made.softmax(1)
+
+
+def test_tokens_of_an_expert_that_meet(mesh):
+    found = copied(mesh, TokensOfAnExpert())
+    assert found.rewrites == 0 and "repeat(" in found.after
