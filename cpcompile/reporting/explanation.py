@@ -199,7 +199,7 @@ def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
     plan = call.plan
     if plan is None:
         why = call.reason or ""
-        return (*shapes, "", "not rewritten", "", "", "", "", "", why)
+        return (*shapes, "", call.form or "not rewritten", "", "", "", "", "", why)
     numbers = [reasons.setdefault(n, len(reasons) + 1) for n in candidate_notes(plan)]
     return (
         *shapes,

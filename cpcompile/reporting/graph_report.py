@@ -33,6 +33,7 @@ from cpcompile.passes.local.folding.folding_options import Folding
 class CallReport:
     """One attention call; `plan` is None if it was not rewritten, for `reason`.
 
+    in_windows: whether each rank attends within whole windows of its own.
     kernel: value of the StepKernel; under max-autotune a faster one may replace it. The
         attention of Ulysses is aten's choice on a GPU, "aten_sdpa". The backward is
         named where it differs: what a score_mod captures has a gradient.
@@ -49,10 +50,13 @@ class CallReport:
     kernel: str | None
     dropout_p: float = 0.0
     made_of: str = ""
+    in_windows: bool = False
 
     @property
     def form(self) -> str | None:
-        """Strategy and layout, such as "ring zigzag"; None if it was not rewritten."""
+        """Strategy and layout, such as "ring zigzag", or "windows"; None if neither."""
+        if self.in_windows:
+            return "windows"
         return None if self.plan is None else _form(self.plan)
 
     @classmethod
@@ -70,6 +74,7 @@ class CallReport:
             kernel=None if plan is None else kernel,
             dropout_p=call.dropout_p,
             made_of=_made_of(call, plan, ctx),
+            in_windows=call.in_windows,
         )
 
 

@@ -27,6 +27,8 @@ from cpcompile.ranks.mesh_factors import HybridGroups, hybrid_groups, known_grou
 
 from .sequence_tokens import Padding, Tokens
 
+IN_WINDOWS = "its tokens are in windows, of which every rank has whole ones"
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -58,6 +60,11 @@ class AttentionCall:
     lse: fx.Node | None = None  # the log-sum-exp of its scores, if that is read
     obstacle: str | None = None
     left_alone: str | None = None  # nothing to do here, and why
+
+    @property
+    def in_windows(self) -> bool:
+        """Tell whether every rank has whole windows of tokens, which see each other."""
+        return self.left_alone == IN_WINDOWS
 
     @property
     def changes_scores(self) -> bool:

@@ -44,7 +44,7 @@ def cp_token_products(
     )
     if equation is not None:
         local = torch.einsum(equation, left, right)
-    elif dims[1] is None and dims[0] == lhs.ndim - 3:
+    elif dims[1] is None and dims[0] == lhs.ndim - 3 and rhs.ndim > 2:
         local = _more_rows(left, right)
     else:
         local = torch.matmul(left, right)

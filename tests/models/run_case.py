@@ -91,7 +91,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
     return RankRun(
         values=values,
         calls=tuple(
-            (call.path, None if call.plan is None else _form(call.plan), call.reason)
+            (call.path, _form(call), call.reason)
             for report in once
             for call in report.calls
         )
@@ -119,9 +119,11 @@ def short(text: str) -> str:
     return " ".join(_FOLDER.sub("", text).split())
 
 
-def _form(plan) -> str:
-    layout = plan.layout.value
-    return plan.strategy.value + ("" if layout == "contiguous" else f" {layout}")
+def _form(call) -> str | None:
+    if call.plan is None:
+        return call.form
+    layout = call.plan.layout.value
+    return call.plan.strategy.value + ("" if layout == "contiguous" else f" {layout}")
 
 
 @contextmanager

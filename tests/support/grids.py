@@ -71,4 +71,5 @@ MODULES = {
     "biased": (lambda: Windows(bias=True), 64),
     "uneven": (lambda: Windows(rows=12), 96),
     "axes": (Axes, 48),
+    "uneven axes": (lambda: Axes(rows=9), 54),
 }

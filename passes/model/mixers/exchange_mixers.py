@@ -46,6 +46,8 @@ from .mixer_seconds import MixerSeconds, Prices, has_strategies
 
 _MOST_LENGTHS = 8
 """A loop over parts of a sequence may have as many lengths as it has steps."""
+_VIEWS = ("view", "reshape", "flatten", "unflatten", "view_as")
+"""Calls that compute nothing: what they need of other ranks is in the account."""
 
 
 @graph_pass(reads=("calls",), writes=("mixers",))
@@ -120,7 +122,7 @@ class _Exchange:
                 else:
                     self._gather_for(node)
                 self._note_call(node, strategy, prices[node])
-            elif moves_little(node):
+            elif moves_little(node) or spelled(node) in _VIEWS:
                 pass
             elif any(True for _ in self.sequence.classes_of(node)):
                 if node.target is cp_scan:

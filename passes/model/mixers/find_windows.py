@@ -17,13 +17,11 @@ from dataclasses import replace
 import torch.fx as fx
 
 from ...graph.attention_calls import is_attention
-from ...graph.context import AttentionCall, Context
+from ...graph.context import IN_WINDOWS, AttentionCall, Context
 from ...graph.graph_pass import graph_pass
 from ..attention.find_attention import attention_operands
 from .dim_class import DimClass
 from .mixed_sequence import MixedSequence, computes, dim_size, find_sequences
-
-_TEXT = "its tokens are in windows, of which every rank has whole ones"
 
 
 @graph_pass(reads=("calls",), writes=("calls",))
@@ -40,7 +38,7 @@ def find_windows(graph: fx.Graph, ctx: Context) -> int:
     for call in calls:
         if call.node in walk.windows:
             place = ctx.findings.calls.index(call)
-            ctx.findings.calls[place] = replace(call, left_alone=_TEXT)
+            ctx.findings.calls[place] = replace(call, left_alone=IN_WINDOWS)
     return len(walk.windows)
 
 

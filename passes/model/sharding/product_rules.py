@@ -8,8 +8,10 @@ e = linear(cp_shard, weight)              # [2, 60, 4] S(1)
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -18,11 +20,12 @@ from cpcompile.geometry.lengths import expected, is_divided, is_symbol
 
 from ...flow.dim_maps import Labels
 from ...flow.dim_rules import product_map
-from ...graph.calls import spelled
+from ...graph.calls import canonical_call, spelled
 from ...graph.new_call import NewCall, with_inputs
-from ...placement.decisions import Propagate
+from ...placement.decisions import Propagate, Replace
 from ...placement.graph_values import GraphValues
 from ...placement.token_products import cp_token_products
+from ..moves.move_rules import split_dim
 
 _BATCHED = 3  # as many dimensions have products that are a batch
 
@@ -57,6 +60,32 @@ def token_products(known: GraphValues, node: fx.Node) -> Propagate | None:
     (lhs, _), (rhs, _) = table.operands
     args = (equation, lhs, rhs, (*dims, table.result.index(label)))
     return Propagate(NewCall(cp_token_products, args))
+
+
+def linear(known: GraphValues, node: fx.Node) -> Replace | None:
+    """Compute a linear layer on the uneven rows of a grid that a rank has.
+
+    x: [B, 9, 8, C] S(1) on 2 ranks. torch flattens all but the channels; DTensor has
+    no placement for 5 and 4 rows of 8 tokens. Tokens along dimension 0 are rows, which
+    row_parallel.py takes.
+    """
+    given = canonical_call(node).arguments
+    x, weight, bias = given["input"], given["weight"], given["bias"]
+    dim, value = split_dim(known, x), known.value(x)
+    if not dim or any(map(is_symbol, value.shape)):
+        return None
+    inside = math.prod(value.shape[dim + 1 : -1])
+    if dim == value.ndim - 1 or inside == 1 or value.shape[dim] % known.ctx.ranks == 0:
+        return None
+    split = [p for p in value.placements if not p.is_replicate()]
+    for y in map(known.value, (weight, bias)):
+        if isinstance(y, DTensor):
+            split += [p for p in y.placements if not p.is_replicate()]
+    if len(split) > 1:
+        return None
+    transposed = NewCall(torch.t, (weight,))
+    product = NewCall(cp_token_products, (None, x, transposed, (dim, None, dim)))
+    return Replace(product if bias is None else NewCall(torch.add, (product, bias)))
 
 
 def product_of_plain(known: GraphValues, node: fx.Node) -> Propagate | None:

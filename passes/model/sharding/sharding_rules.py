@@ -68,7 +68,7 @@ from ..mutation.masked_rows import placed_rows, write_rows
 from ..mutation.write_rules import in_place, write_part
 from ..normalize.pad_convolutions import CONVOLUTIONS, convolution
 from .flattened_tokens import flattened_tokens
-from .product_rules import product_of_plain, token_products
+from .product_rules import linear, product_of_plain, token_products
 from .sharded_losses import class_loss, elementwise_loss
 from .strided_windows import RULES as OF_WINDOWS
 from .strided_windows import overlapping_windows, strided_convolution
@@ -345,7 +345,8 @@ RULES: dict[str, ShardingRule] = {
     "matmul": lambda known, node: (
         token_products(known, node) or product_of_plain(known, node)
     ),
-    **dict.fromkeys(("linear", "mm", "addmm"), product_of_plain),
+    "linear": lambda known, node: linear(known, node) or product_of_plain(known, node),
+    **dict.fromkeys(("mm", "addmm"), product_of_plain),
     "cat": concatenate,
     "mean": mean,
     **dict.fromkeys(("logsigmoid", "log_sigmoid"), log_sigmoid),

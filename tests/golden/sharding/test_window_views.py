@@ -154,3 +154,23 @@ cp_move_tokens = cp_move_tokens([getitem_1], 1, 'assign', 3, 30, None,
 cp_local_write = cp_local_write(y, cp_move_tokens, (S(1),), getitem)  # [2, 40, 8] S(1)
 add = add(cp_local_write, flatten)  # [2, 40, 8] S(1)""",
     )
+
+
+class Layer(nn.Module):
+    """A linear layer on the rows of a grid of 4 columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.linear(attend(x, 2).view(2, -1, 4, 8)).sin()
+
+
+@in_three
+def test_a_layer_on_uneven_rows(mesh_of):
+    """DTensor would gather 10 rows of 4 tokens on 3 ranks; 9 it can flatten."""
+    uneven = sharded(Layer(), mesh_of, 2, 40, 8)
+    assert "cp_token_products(" in uneven.text and "cp_replicated" not in uneven.text
+    even = sharded(Layer(), mesh_of, 2, 36, 8)
+    assert "= linear(" in even.text and "cp_replicated" not in even.text
