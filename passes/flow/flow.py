@@ -37,7 +37,7 @@ from cpcompile.refusals import check_refusal
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.dispatch_modes import disable_current_modes
 from cpcompile.torch_private.dtensors import dtensor_dispatch, dtensor_redistribute
-from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.fake_tensors import FakeTensorMode, failing_quietly
 
 from ..graph.sequence_tokens import TokenDim, token_dim
 from .shaped_calls import ShapedCall
@@ -151,6 +151,7 @@ class Flows:
         try:
             with ExitStack() as stack:
                 moves = stack.enter_context(nothing_moves())
+                stack.enter_context(failing_quietly())
                 for mode in (self.fake_mode, torch.no_grad(), random):
                     stack.enter_context(mode)
                 if self.fake_mode.shape_env is not None:

@@ -26,7 +26,7 @@ from cpcompile.torch_private.dispatch_modes import (
     enable_python_dispatcher,
 )
 from cpcompile.torch_private.dtensors import compute_local_shape_and_global_offset
-from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.fake_tensors import FakeTensorMode, failing_quietly
 from cpcompile.torch_private.operators import OpOverload
 
 from ..graph.held import Held
@@ -101,6 +101,7 @@ class Trial:
         misread = MisreadRules()  # type: ignore[no-untyped-call]
         with (
             self.fake_mode,
+            failing_quietly(),
             enable_python_dispatcher(),
             torch.set_grad_enabled(self.backward),
             torch.autograd.set_detect_anomaly(False),  # which reads values

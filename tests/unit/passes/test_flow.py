@@ -1,5 +1,6 @@
 """Where the entries of a dimension go in a call, as DTensor propagates them."""
 
+import logging
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.passes.flow.flow import Flows
 from cpcompile.passes.flow.shaped_calls import ShapedCall, TensorShape
+from cpcompile.passes.flow.trial import Trial
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 
 N = 6  # entries
@@ -99,6 +101,31 @@ def test_a_sum_that_is_added_up_inside_needs_a_message():
 def test_random_numbers_are_noted():
     flow = flow_of(torch.bernoulli, [[2, N, 4]], [TokenDim(1)])
     assert flow.draws and not flow.is_local
+
+
+def with_no_such_index(x):
+    index = torch.zeros(3, 3, dtype=torch.long)
+    return x + torch.zeros(2, 4).gather(1, index)  # of two rows three
+
+
+@pytest.mark.parametrize("asked", ["flow", "trial"])
+def test_a_call_that_is_tried_logs_no_error(asked):
+    """torch logs what a fake call raises with a traceback, and we take it for a no."""
+    logged = mock.Mock(level=logging.ERROR)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(logged)
+    try:
+        if asked == "flow":
+            assert flow_of(with_no_such_index, [[2, N, 4]], [TokenDim(1)]) is None
+        else:
+            mode = FakeTensorMode()
+            with mode:
+                x = torch.zeros(2, N, 4)
+            _, problem = Trial(mode).run(with_no_such_index, (x,), {})
+            assert "Size does not match" in problem
+    finally:
+        log.removeHandler(logged)
+    assert not logged.handle.called
 
 
 def test_answers_are_remembered_by_all_that_they_depend_on():
