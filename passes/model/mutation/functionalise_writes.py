@@ -43,6 +43,7 @@ from ...graph.nodes import (
 )
 from ...placement.edge_gradients import as_if_written
 from ..functions.function_bodies import functionalise_bodies
+from .copy_into_out import copy_into_out
 from .local_writes import ViewStep, written
 
 log = logging.getLogger(__name__)
@@ -55,10 +56,11 @@ def functionalise_writes(graph: fx.Graph, ctx: Context) -> int:
     Returns: the number of rewritten writes, and of rewritten bodies of autograd
     functions that wrote.
     """
-    return sum(
-        _Writes(subgraph).rewrite() + functionalise_bodies(subgraph)
-        for subgraph in all_graphs(graph)
-    )
+    rewritten = 0
+    for subgraph in all_graphs(graph):
+        rewritten += copy_into_out(subgraph, value_of_call)
+        rewritten += _Writes(subgraph).rewrite() + functionalise_bodies(subgraph)
+    return rewritten
 
 
 def cp_write(whole: Tensor, part: Tensor, *steps: ViewStep) -> Tensor:

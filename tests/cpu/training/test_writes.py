@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 import cpcompile as cp
@@ -247,6 +248,41 @@ def run_at_data(tokens):
 def test_a_write_of_tokens_in_an_order_of_data(pools, tokens):
     """No dimension of the copy is one along which what is written is exchanged."""
     pools[2].run(run_at_data, tokens)[0].check()
+
+
+class GivenMemory(nn.Module):
+    """Results that are written to out=: of a weight, as by spectral_norm, of tokens."""
+
+    direction: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.register_buffer("direction", torch.zeros(WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        memory = torch.zeros_like(x)
+        with torch.no_grad():
+            first = torch.mv(self.weight, torch.ones_like(self.direction))
+            direction = F.normalize(first, dim=0, out=self.direction)
+        length = direction @ self.weight @ torch.ones_like(direction)
+        y = attend(x @ self.weight / length)
+        with torch.no_grad():
+            torch.mean(y, (0, 1), out=self.mean)
+            torch.add(y, 1.0, out=memory)
+        return y * self.mean, memory * y
+
+
+def run_given_memory(world):
+    comparison = compare(GivenMemory, (2, 4 * world + 1, WIDTH), world)
+    comparison.check()
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_results_that_are_written_to_out(pools, world):
+    pools[world].run(run_given_memory, world)
 
 
 class JoinsByWrites(nn.Module):

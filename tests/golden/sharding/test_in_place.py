@@ -226,13 +226,42 @@ def test_a_write_of_plain_into_plain_stays(mesh):
     assert "cp_functional" not in captured.text
 
 
-def test_a_result_written_to_out_is_refused(mesh):
+def test_a_result_written_to_out_is_copied_there(mesh):
     def doubled(x):
         y = x.relu()
-        return torch.add(y, 1, out=torch.empty_like(y))
+        memory = torch.zeros_like(y)
+        with torch.no_grad():
+            result = torch.add(y, 1, out=memory)
+        return result * 2 + memory
+
+    captured = sharded(doubled, mesh)
+    assert_golden(
+        body(captured),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+y = .relu(cp_shard)
+memory = zeros_like(y)
+_set_grad_enabled = _set_grad_enabled(False)
+add_2 = add(y, 1)
+copy_ = cp_functional(memory, copy_, add_2)
+as_if_written = as_if_written(memory, copy_)
+_set_grad_enabled_1 = _set_grad_enabled(True)
+mul = mul(as_if_written, 2)
+add_1 = add(mul, as_if_written)
+cp_gather = cp_gather(add_1)
+return (cp_gather,)""",
+    )
+
+
+def test_results_that_are_written_to_out_are_refused(mesh):
+    def largest(x):
+        y = x.relu()
+        out = torch.empty(2, 8), torch.empty(2, 8, dtype=torch.long)
+        with torch.no_grad():
+            return torch.max(y, 1, out=out)
 
     x = torch.randn(2, 16, 8)
-    captured = capture(doubled, x, mesh=mesh, shard={"x": 1})
+    captured = capture(largest, x, mesh=mesh, shard={"x": 1})
     assert type(captured.error) is RewriteError
     assert "out=" in str(captured.error)
 
