@@ -15,6 +15,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.torch_private import pytree
+
 from ..graph.calls import canonical_call, function_of, spelled
 from ..graph.nodes import expected_shape, has_unknown_size, value_of
 from .dim_maps import DimMap, Labels
@@ -32,6 +34,8 @@ def dim_map(node: fx.Node) -> DimMap | None:
         return None
     if any(has_unknown_size(_value(x)) for x in (node, *node.all_input_nodes)):
         return None
+    if not any(_has_dims(_value(x)) for x in node.all_input_nodes):
+        return None
     if (product := product_map(node)) is not None:
         return _without_ones(node, product)
     call = canonical_call(node)
@@ -45,6 +49,11 @@ def dim_map(node: fx.Node) -> DimMap | None:
     if call_map is not None and torch.Tag.nondeterministic_seeded in tags:
         return replace(call_map, draws=True)
     return call_map
+
+
+def _has_dims(x: Any) -> bool:
+    """Tell whether a value is, or has, a tensor with dimensions."""
+    return any(isinstance(y, Tensor) and y.ndim > 0 for y in pytree.tree_leaves(x))
 
 
 def _value(node: Any) -> Any:
@@ -263,6 +272,8 @@ def _without(labels: Labels, dims: Iterable[int]) -> Labels:
 def _gathered(node: fx.Node, arguments: Given) -> DimMap | None:
     x, dim, index = arguments["input"], arguments["dim"], arguments["index"]
     labels = _every(node)
+    if not labels:
+        return None  # one entry of a number
     own = (labels[dim],) if len(_shape(index)) == 1 else labels  # of index_select
     if len(_shape(index)) != len(own) or _every(x) != labels:
         return None

@@ -58,7 +58,9 @@ def reduced(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Fou
     if dim is None or dim == []:
         dims = [] if call.name in _KEEP_TOKENS else list(range(value.dim()))
     else:
-        dims = [d % value.dim() for d in ([dim] if isinstance(dim, int) else dim)]
+        dims = [
+            d % max(value.dim(), 1) for d in ([dim] if isinstance(dim, int) else dim)
+        ]
     if "other" in arguments or tokens is None or tokens.axis.dim not in dims:
         return graph.node_by_token(node)
     several = not isinstance(fake_value(node), Tensor)

@@ -57,7 +57,7 @@ def flattened_tokens(graph_values: GraphValues, node: fx.Node) -> Fold | None:
 
 def _uneven_tokens(graph_values: GraphValues, value: object) -> int | None:
     """Return the size of dimension 0 if the axis alone splits it, into uneven parts."""
-    if not isinstance(value, DTensor) or is_symbol(value.shape[0]):
+    if not isinstance(value, DTensor) or not value.ndim or is_symbol(value.shape[0]):
         return None
     axis, placements = graph_values.ctx.axis, list(value.placements)
     is_split = type(placements[axis]) is Shard and placements[axis] == Shard(0)

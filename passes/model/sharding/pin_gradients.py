@@ -92,7 +92,9 @@ def _is_summed(known: GraphValues, node: fx.Node, x: fx.Node) -> bool:
         return False
     dims = canonical_call(node).arguments.get("dim")
     dims = range(value.ndim) if dims in (None, []) else dims
-    summed = {d % value.ndim for d in ([dims] if isinstance(dims, int) else dims)}
+    summed = {
+        d % max(value.ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)
+    }
     return any(getattr(p, "dim", None) in summed for p in value.placements)
 
 

@@ -183,7 +183,7 @@ def mean(graph_values: GraphValues, node: fx.Node) -> Decision | None:
         return None
     dims = range(value.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     split = {getattr(p, "dim", None) for p in value.placements}
-    if not split & {d % value.ndim for d in dims}:
+    if not split & {d % max(value.ndim, 1) for d in dims}:
         return None
     args = (
         arguments["input"],

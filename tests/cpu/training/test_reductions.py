@@ -66,9 +66,28 @@ def windows(x):
     return found + x.unfold(-2, 3, 2).amax(-1).pow(3).sum()
 
 
+def numbers(x):
+    """Calls of a number, which has no dimensions."""
+    y, first = x.square().mean(), torch.tensor(0)
+    found = [y.view(1), y.reshape(-1), y[None], y.expand(3), torch.stack([y, x.sum()])]
+    found += [
+        y.mean(0),
+        y.sum(-1),
+        y.amax(0),
+        y.logsumexp(0),
+        y.cumsum(0),
+        y.softmax(0),
+    ]
+    found += [y.gather(0, first), y.index_select(0, first[None]), y.roll(1), y.flip(0)]
+    return sum(n.cos().sum() for n in found)
+
+
 REDUCTIONS = {
     f.__name__: f
-    for f in (norms, flags, places, deviations, extremes, products, images, windows)
+    for f in (
+        *(norms, flags, places, deviations, extremes, products, images, windows),
+        numbers,
+    )
 }
 
 

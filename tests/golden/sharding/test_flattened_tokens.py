@@ -138,3 +138,24 @@ def test_a_twin_is_no_call_on_rows(name, mesh, caplog):
     assert "cp_replicated" not in found.text
     if name == "XX":
         print(found.text)
+
+
+OF_NUMBERS = {
+    "view": lambda x: x.view(1),
+    "reshape": lambda x: x.reshape(-1),
+    "mean": lambda x: x.mean(0),
+    "sum": lambda x: x.sum(-1),
+    "softmax": lambda x: x.softmax(0, dtype=torch.float64),
+    "cumsum": lambda x: x.cumsum(0),
+    "gather": lambda x: x.gather(0, torch.tensor(0)),
+    "index_select": lambda x: x.index_select(0, torch.tensor([0])),
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_numbers_have_no_tokens(mesh, caplog, name):
+    """A call of a loss, which has no dimensions; torch counts one, to name it."""
+    assert "ring_attention" in body(
+        sharded(lambda x: OF_NUMBERS[name](attend(x).square().mean()), mesh)
+    )
+    assert warnings(caplog) == []
