@@ -27,6 +27,7 @@ from .graph.context import Context
 from .graph.graph_pass import GraphPass, PassRun
 from .graph.readable import readable
 from .joint.record_mixers import record_mixers
+from .joint.save_before_writes import save_before_writes
 from .joint.tiling.sink_slices import sink_slices
 from .joint.tiling.tile_tokens import Tiling, tile_tokens
 from .local.expand_ring import expand_ring
@@ -91,6 +92,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
 JOINT: tuple[GraphPass[Tiling], ...] = (
     sink_slices,  # before tile_tokens: what is cut later is no large value any more
     tile_tokens,
+    save_before_writes,
     record_mixers,  # last: what it saves is what the calls read in the end
 )
 

@@ -86,9 +86,9 @@ def test_a_pass_that_the_user_disables_does_not_run(mesh):
 @pytest.mark.parametrize(
     ("disabled", "left"),
     [
-        ("", ["sink_slices", "tile_tokens", "record_mixers"]),
-        ("cp_tile_tokens", ["sink_slices", "record_mixers"]),
-        ("cp_sink_slices,cp_record_mixers", ["tile_tokens"]),
+        ("", ["sink_slices", "tile_tokens", "save_before_writes", "record_mixers"]),
+        ("cp_tile_tokens", ["sink_slices", "save_before_writes", "record_mixers"]),
+        ("cp_sink_slices,cp_record_mixers", ["tile_tokens", "save_before_writes"]),
     ],
 )
 def test_passes_on_the_joint_graph_run_as_the_others_do(mesh, disabled, left):
@@ -98,7 +98,12 @@ def test_passes_on_the_joint_graph_run_as_the_others_do(mesh, disabled, left):
         compiled(mesh)
     ran = [
         name
-        for name in ("sink_slices", "tile_tokens", "record_mixers")
+        for name in (
+            "sink_slices",
+            "tile_tokens",
+            "save_before_writes",
+            "record_mixers",
+        )
         if len(compilation_time_metrics.get(key := f"pass.cp_{name}", []))
         > known.get(key, 0)
     ]
