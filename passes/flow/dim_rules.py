@@ -15,8 +15,6 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.torch_private import pytree
-
 from ..graph.calls import canonical_call, function_of, spelled
 from ..graph.nodes import expected_shape, has_unknown_size, value_of
 from .dim_maps import DimMap, Labels
@@ -34,11 +32,13 @@ def dim_map(node: fx.Node) -> DimMap | None:
         return None
     if any(has_unknown_size(_value(x)) for x in (node, *node.all_input_nodes)):
         return None
-    if not any(_has_dims(_value(x)) for x in node.all_input_nodes):
-        return None
     if (product := product_map(node)) is not None:
         return _without_ones(node, product)
     call = canonical_call(node)
+    if {"dim", "dims"} & call.arguments.keys() and not any(
+        isinstance(x, Tensor) and x.ndim for x in map(_value, node.all_input_nodes)
+    ):
+        return None  # torch counts a dimension of a number, to name it
     overload, rule = call.overload, _RULES.get(call.name)
     tags = () if overload is None else overload.tags
     if rule is None and overload is not None and not overload._schema.is_mutable:
@@ -49,11 +49,6 @@ def dim_map(node: fx.Node) -> DimMap | None:
     if call_map is not None and torch.Tag.nondeterministic_seeded in tags:
         return replace(call_map, draws=True)
     return call_map
-
-
-def _has_dims(x: Any) -> bool:
-    """Tell whether a value is, or has, a tensor with dimensions."""
-    return any(isinstance(y, Tensor) and y.ndim > 0 for y in pytree.tree_leaves(x))
 
 
 def _value(node: Any) -> Any:
