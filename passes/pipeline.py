@@ -54,6 +54,7 @@ from .model.normalize.fold_scans import fold_scans
 from .model.normalize.fold_transforms import fold_transforms
 from .model.normalize.inline_attention_modules import inline_attention_modules
 from .model.normalize.pad_convolutions import pad_convolutions
+from .model.normalize.split_window_views import split_window_views
 from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
 from .model.sharding.shard_graph import shard_graph
@@ -71,6 +72,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
     fold_attention_patterns,  # before what reads the calls
     cut_before_products,  # after it, which knows attention by its products
     align_operands,  # before what reads the calls: they are all of one form then
+    split_window_views,  # before find_windows, which follows tokens through views
     find_attention,  # reads what all later passes decide on
     find_windows,  # after find_attention: such calls are left alone by all that follow
     fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best

@@ -65,11 +65,24 @@ class Axes(nn.Module):
         return y.reshape(x.shape)
 
 
+class InOneStep(nn.Module):
+    """Windows of 6 tokens, made and joined by one view each."""
+
+    def __init__(self):
+        super().__init__()
+        self.local, self.whole = Attention(), Attention()
+
+    def forward(self, x):
+        y = self.local(x.reshape(-1, 6, WIDTH)).view(x.shape)
+        return x + y + self.whole(y)
+
+
 MODULES = {
     "windows": (Windows, 64),
     "shifted": (lambda: Windows(shift=2), 64),
     "biased": (lambda: Windows(bias=True), 64),
     "uneven": (lambda: Windows(rows=12), 96),
     "axes": (Axes, 48),
+    "one step": (InOneStep, 54),
     "uneven axes": (lambda: Axes(rows=9), 54),
 }

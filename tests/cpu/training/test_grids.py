@@ -10,6 +10,7 @@ CASES = [
     for name in MODULES
     for world, batch in ((2, 1), (2, 2), (3, 1))
     for door in ("plain", "dtensor")
+    if (name, door) != ("one step", "dtensor")  # DTensor has no rule for that view
 ]
 
 
