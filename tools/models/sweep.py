@@ -1,6 +1,8 @@
-"""Run every family of transformers, in its smallest configuration, on two CPU ranks.
+"""Run every family of some libraries, each very small, on two CPU ranks.
 
-A training step of each is compared with one process, as the cases of the table of
+Kinds are tasks of transformers, the transformers of diffusers, and the modules of timm
+that have attention; a library that is not installed is named, and left out. A training
+step of each is compared with one process, as the cases of the table of
 compatibility are; see tests/models/families/automatic.py for how configurations are
 made. What torch alone cannot run or compile is told apart. Prints a line per family as
 it goes; --write records each at once, so that a run that is cut off goes on with the
@@ -14,7 +16,7 @@ import json
 import sys
 import time
 from collections import Counter
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from tests.models.families.automatic import (
     NoConfigurationError,
     automatic_case,
     families,
+    library_divides,
 )
 from tests.models.outcome import Verdict, reference
 from tests.models.run_case import run_case, short
@@ -35,8 +38,10 @@ from tools.results import RESULTS, ROOT, markdown_table, note_load, replace, set
 
 PAGE = ROOT / "docs" / "families.md"
 RECORD = RESULTS / "families.json"
-SECONDS = 150.0  # for one family
+SECONDS = 240.0  # for one family
 NO_CONFIGURATION, NO_TORCH = "no configuration", "not by torch"
+DIVIDED = "divided by library"  # of a row: what it claims, or nothing
+LIBRARIES = ("transformers", "diffusers", "timm")
 _EVERY = 40  # families, after which processes are started anew
 _LEAST_WORK = 1.2  # of all ranks over one device's, up to which it is shared out
 
@@ -60,12 +65,12 @@ def main(arguments: list[str]) -> int:
     names = [
         f"{PREFIX}{kind}/{family}"
         for kind in options.kinds
-        for family in families(kind)
+        for family in _installed(kind)
         if not options.families or any(family.startswith(x) for x in options.families)
     ]
     if not options.again:
         names = [name for name in names if name not in rows]
-    about = setup(transformers=version("transformers"))
+    about = setup(**{library: _version(library) for library in LIBRARIES})
     pools, started = Pools(), time.monotonic()
     found = []
     try:
@@ -73,6 +78,8 @@ def main(arguments: list[str]) -> int:
             if options.minutes and time.monotonic() - started > 60 * options.minutes:
                 break
             row = rows[name] = tried(pools, name, options.seconds)
+            if row["verdict"] != NO_CONFIGURATION:
+                row[DIVIDED] = library_divides(name)
             found.append(row)
             _show(number, len(names), row)
             if options.write:
@@ -84,6 +91,22 @@ def main(arguments: list[str]) -> int:
     print(_counts(found))
     bugs = (Verdict.WRONG.value, Verdict.CRASH.value)
     return int(any(row["verdict"] in bugs for row in found))
+
+
+def _installed(kind: str) -> list[str]:
+    """Families of a kind; none, and the missing package is named."""
+    try:
+        return families(kind)
+    except ModuleNotFoundError as error:
+        print(f"{kind}: {error.name} is not installed", file=sys.stderr)
+        return []
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
 
 
 def tried(pools: Pools, name: str, seconds: float) -> dict[str, Any]:
@@ -158,15 +181,16 @@ def write(rows: dict[str, dict[str, Any]], about: dict[str, Any]) -> None:
 
 
 _INTRODUCTION = """\
-# Families of transformers
+# Families of transformers, diffusers and timm
 
-Every family that the installed transformers has for a task, in the smallest
+Every family that the installed transformers has for a task, every transformer of
+diffusers, and a model of every module of timm that has attention, in the smallest
 configuration that can be made from the names of its fields
 (`tests/models/families/automatic.py`): one training step on 2 CPU ranks with only
 `options={{"mesh": mesh}}`, compared with one process as in
 [compatibility](compatibility.md). Written by
 `tools/in_venv python -m tools.models sweep --write`: torch {torch}, transformers
-{transformers}, {processor}, {date}.
+{transformers}, diffusers {diffusers}, timm {timm}, {processor}, {date}.
 
 - exact: every result and gradient equals one process. refused: cpcompile says that it
   cannot, and why. wrong, crash: bugs.
@@ -174,7 +198,11 @@ configuration that can be made from the names of its fields
   of one device.
 - not by torch: the model does not run on one process with these sizes, or
   `backend="aot_eager"` alone fails.
-- no configuration: the sizes do not fit, or the class makes parts of other sizes.
+- no configuration: the sizes do not fit, the class makes parts of other sizes, or
+  names do not say what its inputs are.
+- divided by library: the exact ones whose library claims to divide their sequences,
+  too: `supports_context_parallel` of transformers, a `_cp_plan` of the class in
+  diffusers. timm has nothing of the kind.
 """
 
 
@@ -184,18 +212,17 @@ def markdown(found: dict[str, Any]) -> str:
     lines = _INTRODUCTION.format(least=_LEAST_WORK, **about).splitlines()
     verdicts = [*(v.value for v in Verdict), NO_TORCH, NO_CONFIGURATION]
     table = []
-    for kind, every in KINDS.items():
+    for kind in KINDS:
         of_kind = [x for x in rows if x["case"].startswith(f"{PREFIX}{kind}/")]
         counts = Counter(x["verdict"] for x in of_kind)
-        shared = sum(
-            x["verdict"] == Verdict.EXACT.value and x.get("work", 0.0) <= _LEAST_WORK
-            for x in of_kind
-        )
-        cells = [str(counts[v]) for v in verdicts]
-        tried_of_all = f"{len(of_kind)}/{len(every)}"
-        table.append([kind, tried_of_all, cells[0], str(shared), *cells[1:]])
-    header = ["kind", "tried", verdicts[0], "shared", *verdicts[1:]]
-    lines += ["", *markdown_table(header, table)]
+        exact = [x for x in of_kind if x["verdict"] == Verdict.EXACT.value]
+        shared = sum(x.get("work", 0.0) <= _LEAST_WORK for x in exact)
+        divided = sum(bool(x.get(DIVIDED)) for x in exact)
+        cells = [counts[v] for v in verdicts]
+        tried_of_all = f"{len(of_kind)}/{max(len(of_kind), len(_installed(kind)))}"
+        table.append([kind, tried_of_all, cells[0], shared, *cells[1:], divided])
+    header = ["kind", "tried", verdicts[0], "shared", *verdicts[1:], DIVIDED]
+    lines += ["", *markdown_table(header, table), "", *_claims(rows)]
     for title, chosen in (
         ("Not exact", (Verdict.REFUSED, Verdict.WRONG, Verdict.CRASH)),
         ("Not by torch", (NO_TORCH,)),
@@ -211,6 +238,16 @@ def markdown(found: dict[str, Any]) -> str:
         lines += ["", "## Work that is repeated", ""]
         lines += [f"- {_named(x)}: {x['work']:.2f} times one device's" for x in much]
     return "\n".join([*lines, ""])
+
+
+def _claims(rows: list[dict[str, Any]]) -> list[str]:
+    """Return lines on what libraries claim of the families that are exact."""
+    exact = [x for x in rows if x["verdict"] == Verdict.EXACT.value]
+    asked = [x for x in exact if x.get(DIVIDED) is not None]
+    divided = sum(x[DIVIDED] for x in asked)
+    return [
+        f"Of {len(asked)} exact families, the library has its own way for {divided}."
+    ]
 
 
 def _named(row: dict[str, Any]) -> str:

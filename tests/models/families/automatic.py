@@ -1,15 +1,17 @@
-"""Every family of transformers, in the smallest configuration that its class accepts.
+"""Every family of a library, in the smallest configuration that its class accepts.
 
 A configuration is made from the names of its fields alone: what is called hidden_size
 is 64 in all of them. All types of layers are there, each once. Nothing is written for
 one family but what its class asks for by name.
 
-A case is called "automatic/<kind>/<family>"; see KINDS.
+A case is called "automatic/<kind>/<family>"; see KINDS. Those of transformers are made
+here, the others by the module that is named after the kind.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from typing import Any
 
@@ -19,20 +21,29 @@ import transformers
 from transformers.models.auto import configuration_auto, modeling_auto
 
 from tests.models.case import Case, random_ids, without_dropout
+from tests.models.families.automatic_sizes import (
+    HEAD_DIM,
+    HEADS,
+    INNER,
+    VOCABULARY,
+    WIDTH,
+    NoConfigurationError,
+    accepted,
+    parameters,
+)
 from tests.models.families.decoders import loop_over_experts
 from tests.models.torchvision_schemas import define_schemas
 
 PREFIX = "automatic/"
-KINDS = {
+CLASSES = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
-VOCABULARY, WIDTH, HEADS, INNER, HEAD_DIM, POSITIONS = 211, 64, 4, 96, 16, 256
-LARGEST = 40_000_000  # parameters; more are no small configuration
+KINDS = (*CLASSES, "diffusers", "timm")  # tasks of transformers, and other libraries
 LENGTHS = (37, 64)
-_ATTEMPTS = 6
+POSITIONS = 256
 
 _SAME = {
     VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "entity_vocab_size"),
@@ -96,13 +107,38 @@ _LAYERS = (
 )
 
 
-class NoConfigurationError(Exception):
-    """A family that these sizes do not fit, or whose classes do not say theirs."""
-
-
 def families(kind: str) -> list[str]:
-    """Names of the families of a kind that the installed transformers has."""
-    return sorted(KINDS[kind])
+    """Names of the families of a kind that the installed library has.
+
+    Raises: ModuleNotFoundError, if none is installed.
+    """
+    return sorted(CLASSES[kind]) if kind in CLASSES else _library(kind).families()
+
+
+def library_divides(name: str) -> bool | None:
+    """Whether the library itself claims to divide the sequences of a family.
+
+    That is `supports_context_parallel` in transformers, and a plan of the class in
+    diffusers; timm has nothing of the kind, and gets None.
+
+    Raises: NoConfigurationError.
+    """
+    kind, family = name.removeprefix(PREFIX).split("/")
+    if kind not in CLASSES:
+        says = getattr(_library(kind), "has_plan", None)
+        return None if says is None else says(family)
+    define_schemas()
+    with torch.device("meta"):
+        found: bool | None = getattr(
+            _model(kind, family), "supports_context_parallel", None
+        )
+    return found
+
+
+def _library(kind: str) -> Any:
+    """The module that makes the models of another library; its import is slow."""
+    define_schemas()
+    return importlib.import_module(f"tests.models.families.automatic_{kind}")
 
 
 @functools.lru_cache(maxsize=8)
@@ -113,6 +149,9 @@ def automatic_case(name: str) -> Case:
     """
     kind, family = name.removeprefix(PREFIX).split("/")
     define_schemas()
+    if kind not in CLASSES:
+        model, inputs = _library(kind).parts(family)
+        return Case(name, kind, model, inputs, lengths=LENGTHS[:1])
     module = _model(kind, family)
     has_experts = getattr(module, "_can_set_experts_implementation", lambda: False)()
     return Case(
@@ -135,7 +174,7 @@ def _model(kind: str, family: str) -> nn.Module:
 
 
 def _with_sizes(kind: str, family: str, unset: tuple[str, ...]) -> nn.Module:
-    head = KINDS[kind][family]
+    head = CLASSES[kind][family]
     head = head[0] if isinstance(head, tuple) else head
     try:
         model_class = getattr(transformers, head)
@@ -148,10 +187,7 @@ def _with_sizes(kind: str, family: str, unset: tuple[str, ...]) -> nn.Module:
             config.use_cache = False
         if kind == "causal" and hasattr(config, "is_decoder"):
             config.is_decoder = True
-        with torch.device("meta"):  # parts may have sizes of their own, of any size
-            count = sum(x.numel() for x in model_class(config).parameters())
-        if count > LARGEST:
-            raise NoConfigurationError(f"{count} parameters with the sizes of names")
+        parameters(lambda: model_class(config))  # parts may have sizes of their own
         torch.manual_seed(0)
         model: nn.Module = model_class(config)
     except NoConfigurationError:
@@ -197,20 +233,7 @@ def _configuration(config_class: Any, unset: tuple[str, ...]) -> Any:
     if "qk_rope_head_dim" in defaults and "head_dim" in sizes:
         sizes["head_dim"] = _SIZES["qk_rope_head_dim"]
     sizes |= _parts(config_class, defaults, unset)
-    refused: list[str] = []
-    for _ in range(_ATTEMPTS):
-        given = {name: x for name, x in sizes.items() if name not in refused}
-        try:
-            config = without_dropout(config_class(**given))
-            break
-        except Exception as error:
-            named = [x for x in given if x in str(error)]
-            if not named:
-                raise
-            refused.append(named[0])
-    else:
-        raise NoConfigurationError(f"none of {refused} is accepted")
-    return config
+    return without_dropout(accepted(config_class, sizes))
 
 
 def _parts(
