@@ -151,9 +151,12 @@ _LATENTS = (
 )
 _PROMPTS = ("cap_feats", "text_bth")
 _POOLED = ("pooled_projections", "pooled_embeds", "proj_embedding")
-_TIMES = ("t", "timesteps", "sigma", "decoder_noise_time")
+_TIMES = ("t", "sigma", "guidance", "decoder_noise_time")
 _POSITIONS = ("img_ids", "txt_ids", "position_ids")
-_SIZES = ("original_size", "target_size", "crop_coords")
+_CLASSES = ("class_labels", "style")
+_SIZES = dict.fromkeys(("original_size", "target_size", "crop_coords"), 2)
+_SIZES |= {"image_meta_size": 6}
+_NEEDED_FOR = {"guidance": "guidance_embeds", "image_embeds": "image_embed_dim"}
 _OTHERS = (
     *("img_shapes", "num_frames", "audio_num_frames", "height", "width", "text_lens"),
     *("guidance", "timesteps", "timestep", "class_labels", "style", "image_meta_size"),
@@ -182,44 +185,49 @@ def _is_of_prompt(name: str) -> bool:
 
 def _value(family: str, recipe: Recipe, name: str) -> Any:
     """The value of an argument, or None if its name says nothing."""
-    if name in _LATENTS:
-        shape = SHAPES["tokens" if name == "audio_hidden_states" else recipe.shape]
+    if name in _NEEDED_FOR and not _default(family, _NEEDED_FOR[name]):
+        return None
+    if (shape := _shape(recipe, name)) is not None:
         return torch.randn(BATCH, *shape)
-    if _is_prompt(name):
-        return torch.randn(BATCH, TEXT, WIDTH)
     if _is_of_prompt(name):
         return None if recipe.mask is None else _padding().to(recipe.mask)
-    if name in _POOLED:
-        return torch.randn(BATCH, WIDTH)
-    if name == "global_hidden_states":
-        return torch.randn(BATCH, 1, WIDTH)
     if name in _TIMES or "timestep" in name:
         return torch.rand(BATCH)
-    if name == "guidance":
-        return torch.rand(BATCH) if _default(family, "guidance_embeds") else None
-    if name == "image_embeds":
-        has_any = _default(family, "image_embed_dim") is not None
-        return torch.randn(BATCH, TEXT, WIDTH) if has_any else None
     if name in _POSITIONS:
         return _positions(family, name)
-    if name in ("class_labels", "style"):
+    if name in _CLASSES:
         return torch.randint(0, 2, (BATCH,))
     if name in _SIZES:
-        return torch.full((BATCH, 2), float(SIDE))
+        return torch.full((BATCH, _SIZES[name]), float(SIDE))
     if name == "input_ids":
         return torch.randint(5, VOCABULARY, (BATCH, TEXT))
+    return _numbers().get(name)
+
+
+def _shape(recipe: Recipe, name: str) -> tuple[int, ...] | None:
+    """The shape of what is random, behind the batch; None for other arguments."""
+    if name in _LATENTS:
+        return SHAPES["tokens" if name == "audio_hidden_states" else recipe.shape]
+    if name == "image_embeds" or _is_prompt(name):
+        return (TEXT, WIDTH)
+    if name in _POOLED:
+        return (WIDTH,)
+    return (1, WIDTH) if name == "global_hidden_states" else None
+
+
+def _numbers() -> dict[str, Any]:
+    """What has the same values for every class."""
     return {
         "num_frames": _GRID[0],
         "height": _GRID[1],
         "width": _GRID[2],
         "audio_num_frames": TOKENS,
         "img_shapes": [[_GRID]] * BATCH,
-        "image_meta_size": torch.full((BATCH, 6), float(SIDE)),
         "padding_mask": torch.zeros(1, 1, SIDE, SIDE),
         "text_lens": _padding().sum(1),
         "text_rope_pos": torch.arange(TEXT),
         "visual_rope_pos": [torch.arange(x) for x in (FRAMES, SIDE // 2, SIDE // 2)],
-    }.get(name)
+    }
 
 
 def _default(family: str, argument: str) -> Any:
