@@ -1,4 +1,4 @@
-"""Let calls be traced for which DTensor has a handler of its own (torch 2.13).
+"""Mend calls for which DTensor has a handler of its own (torch 2.13).
 
 argmax and argmin: the handler reads offsets from small tensors, which have no values
 under a fake mode, and refuses dimensions that are a flattened batch and sequence. While
@@ -7,11 +7,16 @@ tracing, the sharding rule is enough.
 Convolutions: the handler exchanges the borders of images that are cut along the width,
 and takes everything else as it lies on this rank: of a sharded sequence, one part is
 convolved and labelled as the whole. While Dynamo traces only shapes matter, and those
-are of the global tensors; shard_graph decides later what is gathered.
+are of the global tensors; shard_graph decides later what is gathered. The handler of
+their backward brings the gradient to the placement of the input. Of a batch that is
+flattened with the tokens, the redistributed gradient reads its placement in another way
+(`use_strided_shard_as_shard_order`), so that the rule wants both tensors whole; the
+handler does not gather them, and the sum over some images is labelled as that of all.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -32,12 +37,13 @@ _Handler = Callable[[Any, Any, Any], Any]
 
 @functools.cache
 def install() -> None:
-    """Go past the handlers while the calls are traced."""
+    """Go past the handlers while calls are traced; prepare what one is given."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for call, traced in (
         (aten.argmax.default, _by_rule),
         (aten.argmin.default, _by_rule),
         (aten.convolution.default, _of_whole),
+        (aten.convolution_backward.default, _placed_as_input),
     ):
         if call in handlers:
             handlers[call] = traced(handlers[call])
@@ -74,6 +80,19 @@ def _of_whole(handler: _Handler) -> _Handler:
         return DTensor.from_local(
             op(*args, **kwargs), mesh, everywhere, run_check=False
         )
+
+    return call
+
+
+def _placed_as_input(handler: _Handler) -> _Handler:
+    @functools.wraps(handler)
+    def call(op: Any, args: Any, kwargs: Any) -> Any:
+        gradient, x, *rest = args
+        gradient = gradient.redistribute(x.device_mesh, x.placements)
+        meta = gradient._spec.tensor_meta
+        spec = dataclasses.replace(x._spec, tensor_meta=meta)
+        gradient = DTensor._op_dispatcher.wrap(gradient._local_tensor, spec)
+        return handler(op, (gradient, x, *rest), kwargs)
 
     return call
 

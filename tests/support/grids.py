@@ -77,6 +77,25 @@ class InOneStep(nn.Module):
         return x + y + self.whole(y)
 
 
+class Frames(nn.Module):
+    """Patches of single frames by a convolution; then along places, and along times."""
+
+    def __init__(self, frames=4, rows=8, columns=4):
+        super().__init__()
+        self.video = (frames, rows, columns)
+        self.patches = nn.Conv2d(WIDTH, WIDTH, 2, 2)
+        self.of_places, self.of_times = Attention(), Attention()
+
+    def forward(self, x):
+        batch, (frames, rows, columns) = x.shape[0], self.video
+        y = x.view(batch * frames, rows, columns, WIDTH).permute(0, 3, 1, 2)
+        y = self.patches(y).flatten(2).transpose(1, 2)
+        y = y + self.of_places(y)
+        y = y.view(batch, frames, -1, WIDTH).transpose(1, 2).flatten(0, 1)
+        y = y + self.of_times(y)
+        return y.view(batch, -1, frames, WIDTH).transpose(1, 2).flatten(1, 2)
+
+
 MODULES = {
     "windows": (Windows, 64),
     "shifted": (lambda: Windows(shift=2), 64),
@@ -85,4 +104,7 @@ MODULES = {
     "axes": (Axes, 48),
     "one step": (InOneStep, 54),
     "uneven axes": (lambda: Axes(rows=9), 54),
+
+
+    "frames": (Frames, 128),
 }
