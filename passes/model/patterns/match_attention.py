@@ -222,8 +222,7 @@ def _arranged(
                     return None
                 terms.append((term, x))
     at_softmax = tuple(x for x in scores.labels if x not in (queries, keys))
-    # What is the same for all keys changes no softmax.
-    terms = [(t, x) for t, x in terms if t.kind != "add" or x.value.shape[-1] != 1]
+    terms = [(t, x) for t, x in terms if not _changes_nothing(t, x, scores)]
     if any(term.node in scores.nodes for term, _ in terms):
         return None  # the maximum of the scores, of other rows than these
     if any(t.low and t.number * t.factor > LOW for t, _ in terms):
@@ -231,6 +230,17 @@ def _arranged(
     if any(_shows_scores(term, terms[n:], scores) for n, (term, _) in enumerate(terms)):
         return None
     return (new_q, new_k, tuple(terms)) if labels == at_softmax else None
+
+
+def _changes_nothing(term: Term, x: Arranged, scores: Scores) -> bool:
+    """Tell whether a term changes no softmax, because it is the same for all keys.
+
+    What requires a gradient stays: it gets zeros, where without it there were none. The
+    maximum of the scores is no such value: they get a gradient in any case.
+    """
+    added_to_all = term.kind == "add" and x.value.shape[-1] == 1
+    is_trained = x.value.requires_grad and term.node not in scores.nodes
+    return added_to_all and not is_trained
 
 
 def _shows_scores(

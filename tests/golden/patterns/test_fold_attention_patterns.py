@@ -343,3 +343,17 @@ def test_of_the_shape(mesh):
 + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=1, attn_mask=masked_fill_1)
 + return (plain_attention,)""",
     )
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_same_for_all_keys(mesh, trained):
+    """It changes no softmax, and is left out unless it gets a gradient, of zeros."""
+
+    def attention(q, k, v):
+        return torch.softmax(q @ k.mT + bias, -1) @ v
+
+    bias = torch.nn.Parameter(torch.randn(6, 1), requires_grad=trained)
+    q, k, v = torch.randn(3, 2, 4, 6, 8).unbind()
+    found = capture(attention, q, k, v, mesh=mesh, **SHARD)
+    call = found["fold_attention_patterns"].after
+    assert ("attn_mask" in call) == trained
