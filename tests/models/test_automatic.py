@@ -138,4 +138,4 @@ def test_the_page_counts_what_libraries_divide():
             ],
         }
     )
-    assert "Of 2 exact families, the library has its own way for 1." in page
+    assert "Of 2 exact families, the library claims to divide 1." in page

@@ -201,8 +201,10 @@ configuration that can be made from the names of its fields
 - no configuration: the sizes do not fit, the class makes parts of other sizes, or
   names do not say what its inputs are.
 - divided by library: the exact ones whose library claims to divide their sequences,
-  too: `supports_context_parallel` of transformers, a `_cp_plan` of the class in
-  diffusers. timm has nothing of the kind.
+  too: a `_cp_plan` of the class in diffusers, and in transformers
+  `supports_context_parallel`, which is the default, and false only of windows, chunks,
+  sinks and states: encoders have it, though they are no causal attention. timm has
+  nothing of the kind.
 """
 
 
@@ -245,9 +247,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[str]:
     exact = [x for x in rows if x["verdict"] == Verdict.EXACT.value]
     asked = [x for x in exact if x.get(DIVIDED) is not None]
     divided = sum(x[DIVIDED] for x in asked)
-    return [
-        f"Of {len(asked)} exact families, the library has its own way for {divided}."
-    ]
+    return [f"Of {len(asked)} exact families, the library claims to divide {divided}."]
 
 
 def _named(row: dict[str, Any]) -> str:
