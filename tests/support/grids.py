@@ -104,7 +104,5 @@ MODULES = {
     "axes": (Axes, 48),
     "one step": (InOneStep, 54),
     "uneven axes": (lambda: Axes(rows=9), 54),
-
-
     "frames": (Frames, 128),
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections import Counter
@@ -38,6 +39,19 @@ from tools.results import RESULTS, ROOT, markdown_table, note_load, replace, set
 
 PAGE = ROOT / "docs" / "families.md"
 RECORD = RESULTS / "families.json"
+README = ROOT / "README.md"
+_TABLE = (
+    "<!-- families, written by tools/in_venv python -m tools.models sweep --write -->"
+)
+_END = "<!-- end of families -->"
+_NAMES = {
+    "causal": "causal language models of transformers, hybrids and mixers too",
+    "masked": "masked language models of transformers",
+    "seq2seq": "encoders with decoders of transformers",
+    "images": "image classifiers of transformers, convolutional ones too",
+    "diffusers": "image, video and audio transformers of diffusers",
+    "timm": "modules of timm that have attention",
+}
 SECONDS = 240.0  # for one family
 NO_CONFIGURATION, NO_TORCH = "no configuration", "not by torch"
 DIVIDED = "divided by library"  # of a row: what it claims, or nothing
@@ -178,6 +192,9 @@ def write(rows: dict[str, dict[str, Any]], about: dict[str, Any]) -> None:
     lines = ",\n  ".join(json.dumps(row) for row in runs)
     replace(RECORD, f'{{"setup": {json.dumps(about)},\n "runs": [\n  {lines}\n ]}}\n')
     replace(PAGE, markdown({"setup": about, "runs": runs}))
+    first, rest = README.read_text().split(_TABLE)
+    last = rest[rest.index(_END) :]
+    replace(README, "\n".join([f"{first}{_TABLE}", "", *summary(runs), "", last]))
 
 
 _INTRODUCTION = """\
@@ -240,6 +257,25 @@ def markdown(found: dict[str, Any]) -> str:
         lines += ["", "## Work that is repeated", ""]
         lines += [f"- {_named(x)}: {x['work']:.2f} times one device's" for x in much]
     return "\n".join([*lines, ""])
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table of the README: a row for each kind."""
+    table = []
+    for kind in KINDS:
+        of_kind = [x for x in rows if x["case"].startswith(f"{PREFIX}{kind}/")]
+        tried = [x for x in of_kind if x["verdict"] not in (NO_TORCH, NO_CONFIGURATION)]
+        exact = [x for x in tried if x["verdict"] == Verdict.EXACT.value]
+        work = [x.get("work", 0.0) for x in exact]
+        shared = sum(x <= _LEAST_WORK for x in work)
+        divided = sum(bool(x.get(DIVIDED)) for x in exact)
+        median = f"{statistics.median(work):.2f}" if work else ""
+        counts = (f"{len(exact)} of {len(tried)}", f"{shared}", median, f"{divided}")
+        table.append([_NAMES[kind], *counts])
+    least = f"work up to {_LEAST_WORK}"
+    return markdown_table(
+        ["families", "exact", least, "median", "by the library"], table
+    )
 
 
 def _claims(rows: list[dict[str, Any]]) -> list[str]:

@@ -21,14 +21,11 @@ def compared(name, world, batch, door):
 
 
 @pytest.mark.slow(
-    but=["shifted-2-2-plain", "uneven-2-1-plain", "uneven axes-2-2-plain"]
-
-
     but=[
         "shifted-2-2-plain",
         "uneven-2-1-plain",
+        "uneven axes-2-2-plain",
         "frames-2-2-plain",
-        "biased-3-1-plain",
     ]
 )
 @pytest.mark.timeout(120)
