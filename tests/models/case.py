@@ -28,7 +28,7 @@ class Case:
     lengths: sequence lengths that are tried; a model of images has only one.
     loss: the name of the loss among the results (see `named_tensors`); without one a
         weighted sum of all results is trained on.
-    in_double: prepares the model of the reference for float64.
+    in_double: prepares a model for float64.
     always_labels: labels in eval mode too, of which a decoder gets its input.
     around: is entered while the model runs, here and on ranks.
     attention: whether there is softmax attention. mixers: whether tokens are mixed by
@@ -47,6 +47,13 @@ class Case:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     attention: bool = True
     mixers: bool = False
+
+    def doubled(self, model: nn.Module) -> nn.Module:
+        """Bring a model of the case to float64."""
+        model = model.double()
+        if self.in_double is not None:
+            self.in_double(model)
+        return model
 
 
 def random_ids(length: int, batch: int = BATCH) -> Tensor:

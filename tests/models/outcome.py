@@ -118,9 +118,7 @@ def reference(name: str, setting: Setting) -> tuple[dict[str, Tensor], ...]:
     """The steps on one process: in float64, in float32, and so by plain attention."""
     case = case_of(name)
     model = make_model(case)
-    exact, again = copy.deepcopy(model).double(), copy.deepcopy(model)
-    if case.in_double is not None:
-        case.in_double(exact)
+    exact, again = case.doubled(copy.deepcopy(model)), copy.deepcopy(model)
     found = [
         run_steps(case, setting, exact, exact, torch.float64),
         run_steps(case, setting, model, model),
@@ -174,7 +172,7 @@ def judge(name: str, setting: Setting, runs: list[RankRun]) -> Outcome:
         text = f"{count} attempts failed by a mistake in cpcompile"
         return outcome(verdict=Verdict.CRASH, text=text)
     exact, *plain = reference(name, _one_process(setting))
-    worst, mistakes = _judged(runs, exact, *plain)
+    worst, mistakes = _judged(runs, exact, *([exact] if setting.double else plain))
     if mistakes and setting.inner == "inductor":
         plain.append(by_inductor(name, _one_process(setting)))
         worst, mistakes = _judged(runs, exact, *plain)

@@ -60,6 +60,9 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
     counters["cpcompile"][refusals.COUNTER] = 0
     case = case_of(name)
     model = make_model(case)
+    if setting.double:
+        model = case.doubled(model)
+    dtype = torch.float64 if setting.double else torch.float32
     options = setting.options() | {"mesh": sequence_mesh(setting.world)}
     if setting.annotated:
         (inputs, _), *_ = calls(case, setting)
@@ -69,7 +72,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
     with warnings_of() as warnings, recording() as reports:
         try:
             with cp.config.patch(hardware="cpu", agreement_timeout_seconds=30.0):
-                values = run_steps(case, setting, model, step)
+                values = run_steps(case, setting, model, step, dtype)
         except Exception as error:  # whatever a model can make torch raise
             raised = getattr(error, "inner_exception", None) or error
             return RankRun(

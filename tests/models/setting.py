@@ -29,6 +29,7 @@ class Setting:
     length: None is the case's first one.
     annotated: whether options["shard"] names the inputs that have a sequence.
     strategy: of attention. mixers: of what mixes tokens by other means.
+    double: whether ranks compute in float64, too, where nothing but rounding differs.
     """
 
     world: int = 2
@@ -41,6 +42,7 @@ class Setting:
     annotated: bool = True
     strict: bool = True
     mixers: str = "auto"
+    double: bool = False
 
     def options(self) -> dict[str, Any]:
         """Options of the backend, but for mesh and shard."""
@@ -74,4 +76,5 @@ class Setting:
         words += [] if self.inner == "aot_eager" else [self.inner]
         words += [] if self.annotated else ["nothing named"]
         words += [] if self.strict else ["not strict"]
+        words += ["float64"] if self.double else []
         return ", ".join(words)

@@ -11,6 +11,9 @@ from tests.models.families.automatic import (
     families,
     library_divides,
 )
+from tests.models.outcome import Verdict
+from tests.models.run_case import run_case
+from tests.models.setting import Setting
 from tools.models import sweep
 
 
@@ -139,3 +142,9 @@ def test_the_page_counts_what_libraries_divide():
         }
     )
     assert "Of 2 exact families, the library claims to divide 1." in page
+
+
+def test_ranks_compute_in_float64(pools):
+    """As a row does that float32 rounds by more than its bound."""
+    outcome = run_case(pools, "small_gpt/default", Setting(double=True))
+    assert outcome.verdict is Verdict.EXACT and outcome.error < 1e-12

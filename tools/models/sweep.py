@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from dataclasses import replace as replaced
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -134,8 +135,14 @@ def tried(pools: Pools, name: str, seconds: float) -> dict[str, Any]:
     except Exception as error:  # whatever a model raises on one process
         text = short(f"{type(error).__name__}: {error}")
         return {"case": name, "verdict": NO_TORCH, "text": f"one process: {text}"}
-    outcome = run_case(pools, name, Setting(annotated=False), seconds)
+    setting = Setting(annotated=False)
+    outcome = run_case(pools, name, setting, seconds)
     row = outcome.as_json()
+    if outcome.verdict is Verdict.WRONG:  # or a sum that float32 rounds badly
+        exactly = run_case(pools, name, replaced(setting, double=True), seconds)
+        if exactly.verdict is Verdict.EXACT:
+            text = f"in float64 {exactly.error:.0e}; in float32 {outcome.text}"
+            row |= {"verdict": exactly.verdict.value, "text": text}
     if outcome.verdict in (Verdict.REFUSED, Verdict.CRASH):
         problem = _without_us(pools, name, seconds)
         if problem is not None:
@@ -209,8 +216,9 @@ configuration that can be made from the names of its fields
 `tools/in_venv python -m tools.models sweep --write`: torch {torch}, transformers
 {transformers}, diffusers {diffusers}, timm {timm}, {processor}, {date}.
 
-- exact: every result and gradient equals one process. refused: cpcompile says that it
-  cannot, and why. wrong, crash: bugs.
+- exact: every result and gradient equals one process; where a tensor in float32 is out
+  of bounds, all of it in float64. refused: cpcompile says that it cannot, and why.
+  wrong, crash: bugs.
 - shared: the exact ones in which all ranks together do at most {least} times the work
   of one device.
 - not by torch: the model does not run on one process with these sizes, or

@@ -56,7 +56,7 @@ _SAME = {
         *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
         *("encoder_attention_heads", "decoder_attention_heads"),
         *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-        *("linear_num_value_heads", "linear_conv_kernel_dim"),
+        *("linear_num_value_heads", "linear_conv_kernel_dim", "patch_size"),
     ),
     2: (
         *("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"),

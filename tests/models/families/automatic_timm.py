@@ -25,6 +25,7 @@ _ATTENTION = re.compile(r"Attention|(?<!Split)Attn|Transformer|Vi[tT]")  # a cla
 _SOFTMAX = ("scaled_dot_product_attention", "softmax(")
 _TRIED = 6  # registered names of a module, the shortest first
 _SIDES = (64, 112, 192)  # of an image, which patches of 16, 14 or 48 divide
+_PATCH = 8  # so that there are more than a few tokens
 _PLAIN = {"img_size": _SIDES[0], "embed_dim": 64, "depth": 2, "num_heads": 4}
 
 
@@ -84,6 +85,9 @@ def _makers(family: str) -> Iterator[functools.partial[nn.Module]]:
         with torch.device("meta"):
             made = type(timm.create_model(name))
         sizes = sizes_of(made.__init__, unset=False)
+        patch = inspect.signature(made.__init__).parameters.get("patch_size")
+        if patch is not None and isinstance(patch.default, int):
+            sizes["patch_size"] = _PATCH
         few = {k: x for k, x in sizes.items() if "drop" in k or k == "img_size"}
         for given in (sizes, _PLAIN | few, few):
             yield functools.partial(model, name, tuple(given.items()))
