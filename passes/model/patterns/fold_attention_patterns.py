@@ -141,7 +141,8 @@ def _has_one_dtype(call: AttentionPattern) -> bool:
 
 def _is_overwritten(call: AttentionPattern) -> bool:
     """Tell whether an operand changes between the first product and the last."""
-    read = [x.node for x in (call.q, call.k, call.v, *(x for _, x in call.terms))]
+    others = (x for _, x in (*call.terms, *call.scales))
+    read = [x.node for x in (call.q, call.k, call.v, *others)]
     memory = {storage(x) for x in read} - {None}
     node = call.nodes[0]
     while node is not call.out:
@@ -157,6 +158,8 @@ def _fold(call: AttentionPattern) -> None:
     out, graph = call.out, call.out.graph
     with graph.inserting_before(out):
         q, k, v = (x.insert(out) for x in (call.q, call.k, call.v))
+        for term, x in call.scales:
+            q = _scaled(q, x.insert(out), term.kind, out)
         dtype = fake_value(out).dtype
         scores = fake_value(call.nodes[0]).dtype
         if scores != dtype:  # in float32, of a model of another dtype
@@ -198,6 +201,15 @@ def _fold(call: AttentionPattern) -> None:
         graph.erase_node(call.lse)
     for old in reversed(call.nodes):
         _erase(old)
+
+
+def _scaled(q: fx.Node, by: fx.Node, kind: str, like: fx.Node) -> fx.Node:
+    """Scale queries, in their dtype, by what scores are scaled by."""
+    function = torch.div if kind == "divide" else torch.mul
+    value = function(fake_value(q), fake_value(by))
+    scaled = insert_call(like.graph, function, (q, by), like=like, value=value)
+    dtype = fake_value(q).dtype
+    return scaled if value.dtype == dtype else _in_dtype(scaled, dtype, like)
 
 
 def _replace_lse(

@@ -170,9 +170,13 @@ def _attention(
     if arranged is None or values is None:
         return None
     v, raw, labels = values
-    found_q, found_k, terms = arranged
+    found_q, found_k, every = arranged
+    scales = tuple((t, x) for t, x in every if t.scales)
+    terms = tuple((t, x) for t, x in every if not t.scales)
     if found_q.labels[:-2] != v.labels[:-2]:
         return None
+    if any(x.value.shape[-1] != 1 for _, x in scales):
+        return None  # another one for every key
     return AttentionPattern(
         found_q,
         found_k,
@@ -190,6 +194,7 @@ def _attention(
             (raw.node, raw.labels.index(keys)),
         ),
         nodes=(*scores.nodes, *weights.nodes, out),
+        scales=scales,
     )
 
 

@@ -16,8 +16,9 @@ class Term:
     """A value that is added to the scores, or a mask that hides some of them.
 
     node: with `labels`; `regrouped` regroupings of the scores came before it.
-    kind: "add", the node times `factor` is added; "hide", `number` times `factor` hides
-        where the node is True; "show", the same hides where the node is False.
+    kind: "scale" or "divide", the scores are multiplied or divided by the node, before
+        anything else; "add", the node times `factor` is added; "hide", `number` times
+        `factor` hides where the node is True; "show", the same hides where it is False.
     """
 
     kind: str
@@ -30,7 +31,12 @@ class Term:
     @property
     def low(self) -> bool:
         """True if the term hides by a finite number."""
-        return self.kind != "add" and self.number != float("-inf")
+        return self.kind in ("hide", "show") and self.number != float("-inf")
+
+    @property
+    def scales(self) -> bool:
+        """True if scores are multiplied or divided by the node."""
+        return self.kind in ("scale", "divide")
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class Scores:
 class AttentionPattern:
     """Attention as it is read: softmax(factor * q k' + mask) v.
 
+    scales: tensors by which scores are multiplied or divided, the same for all keys,
+        [*leading, i or 1, 1], so that they may meet the queries instead.
     cap, sinks: see Scores. dropout_p: of dropout on the weights. lse: the log-sum-exp
     of the scores, if it is read too.
 
@@ -86,6 +94,7 @@ class AttentionPattern:
     labels: DimLabels
     tokens: tuple[tuple[fx.Node, int], ...]
     nodes: tuple[fx.Node, ...]
+    scales: tuple[tuple[Term, Arranged], ...] = ()
     lse: fx.Node | None = None
 
     @property

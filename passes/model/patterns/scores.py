@@ -83,27 +83,49 @@ def _is_number(x: Any) -> bool:
 def _factor(
     scores: Scores, node: fx.Node, arguments: dict[str, Any], name: str
 ) -> Scores | None:
-    """Read scores * c, c * scores or scores / c."""
+    """Read scores * c, c * scores or scores / c, of a number or a tensor."""
     other = arguments["other" if name == "input" else "input"]
     divides = spelled(node).startswith("div")
     if divides and (name != "input" or arguments.get("rounding_mode") is not None):
         return None
     value = _number(other)
-    if value is None or value == 0:
+    if value is None:
+        return _scaled(scores, node, other, "divide" if divides else "scale")
+    if value == 0:
         return None
     factor = 1 / value if divides else value
-    if (factor < 0 and (scores.terms or scores.cap)) or scores.sinks is not None:
+    if (factor < 0 and (_not_scales(scores) or scores.cap)) or scores.sinks is not None:
         return None
-    terms = tuple(replace(t, factor=t.factor * factor) for t in scores.terms)
+    terms = tuple(
+        t if t.scales else replace(t, factor=t.factor * factor) for t in scores.terms
+    )
     return scores.then(
         node, factor=scores.factor * factor, terms=terms, cap=scores.cap * factor
     )
 
 
+def _scaled(scores: Scores, node: fx.Node, other: Any, kind: str) -> Scores | None:
+    """Read scores * temperature, which may be learned, one for each head."""
+    value = fake_value(other)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None
+    if _not_scales(scores) or scores.cap or scores.sinks is not None:
+        return None
+    labels = _broadcast(scores, value)
+    if labels is None or fake_value(node).dtype != fake_value(scores.nodes[-1]).dtype:
+        return None
+    term = Term(kind, other, labels, len(scores.regroupings))
+    return scores.then(node, terms=(*scores.terms, term))
+
+
+def _not_scales(scores: Scores) -> list[Term]:
+    return [x for x in scores.terms if not x.scales]
+
+
 def _capped(
     scores: Scores, node: fx.Node, arguments: dict[str, Any], name: str
 ) -> Scores | None:
-    if scores.terms or scores.cap or scores.sinks is not None:
+    if _not_scales(scores) or scores.cap or scores.sinks is not None:
         return None
     return scores.then(node, cap=1.0)
 

@@ -29,9 +29,11 @@ def heads(x: Tensor) -> Tensor:
 
 
 def out(x):
-    y = torch.empty_like(x).detach()
-    torch.mul(x.detach(), 2.0, out=y)
-    return x + y
+    """Several tensors are written to; one is made functional (copy_into_out.py)."""
+    largest = x.new_empty(x.shape[:-1])
+    places = torch.empty_like(largest, dtype=torch.long)
+    torch.max(x.detach(), -1, out=(largest, places))
+    return x + largest[..., None]
 
 
 def second_argument(x):

@@ -35,10 +35,11 @@ def test_inputs_are_inferred(mesh, name):
 
 NOT_KNOWN = "it is of no form that is known"
 LEFT = [
-    *("temperature", "shifted_before_sinks", "raised_before_sinks"),
+    *("shifted_before_sinks", "raised_before_sinks"),
     *("shape_read_elsewhere", "over_rows"),
 ]
 ROW_PARALLEL = {
+    "temperature_of_keys": NOT_KNOWN,
     "weights_read_again": "its weights are read more than once",
     "scaled_until_it_hides_nothing": NOT_KNOWN,
     "added_to_a_low_number": NOT_KNOWN,
@@ -104,7 +105,7 @@ def test_what_is_explained(mesh):
     assert f"attention by rows of queries: <top level>: {why}" in str(
         Explanation((report,))
     )
-    report = reported("temperature")
+    report = reported("shifted_before_sinks")
     assert report.left == (("<top level>", NOT_KNOWN),) * 2
 
 

@@ -196,6 +196,23 @@ def of_the_shape(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(hidden, low).softmax(-1) @ v
 
 
+def temperature(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores are multiplied by a number for every query."""
+    return ((q @ k.mT) * q.mean(-1, keepdim=True)).softmax(-1) @ v
+
+
+def learned_temperature(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """As Swin V2: a learned number for every head, and a mask after it."""
+    scores = (q @ k.mT) * sinks.sigmoid().exp()[:, None, None]
+    return scores.masked_fill(~causal(q), -torch.inf).softmax(-1) @ v
+
+
+def divided_and_capped(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """A learned number for all heads."""
+    scores = 0.5 * (q @ k.mT) / sinks.square().sum()
+    return (3.0 * torch.tanh(scores / 3.0)).softmax(-1) @ v
+
+
 FORMS: dict[str, Callable[..., Tensor]] = {
     form.__name__: form
     for form in (
@@ -213,7 +230,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
         *(einsum, one_key_head, grouped, channels_first, softcapped),
         *(softcapped_everywhere, relative, *sink_forms.FORMS, *low_forms.FORMS),
         *(disentangled, of_all_pairs, upcast_by_hand, low_then_added, of_the_shape),
-        narrow_bias,
+        *(narrow_bias, temperature, learned_temperature, divided_and_capped),
     )
 }
 
@@ -250,9 +267,9 @@ def windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.mT).softmax(-1) @ v).flatten(2, 3)
 
 
-def temperature(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Scores are multiplied by a number for every query."""
-    return ((q @ k.mT) * q.mean(-1, keepdim=True)).softmax(-1) @ v
+def temperature_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores are multiplied by a number for every key."""
+    return ((q @ k.mT) * k.mean(-1)[..., None, :]).softmax(-1) @ v
 
 
 def scaled_until_it_hides_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -283,7 +300,7 @@ TWINS: dict[str, Callable[..., Tensor]] = {
     form.__name__: form
     for form in (
         *(over_heads, over_channels, over_rows, linear, weights_read_again, windows),
-        *(temperature, scaled_until_it_hides_nothing),
+        *(temperature_of_keys, scaled_until_it_hides_nothing),
         *(*sink_forms.TWINS, shifted_by_columns, added_to_a_low_number),
         shape_read_elsewhere,
     )
