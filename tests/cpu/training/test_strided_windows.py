@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cpu.against_one_process import compare
-from tests.support.forms.strided_forms import FORMS, TWINS, WIDTH, Model
+from tests.support.forms.strided_forms import FORMS, TWINS, WIDTH, Image, Model
 
 CASES = [
     (name, world, tokens)
@@ -26,6 +26,19 @@ def test_it_equals_one_process(pools, name, world, tokens):
     for found in pools[world].run(compared, name, world, tokens, "plain", options):
         found.check()
         assert (name in TWINS) == any("gathered" in text for text in found.warnings)
+
+
+def of_an_image(rows, world):
+    return compare(Image, (2, 3, rows, 24), world, shard={"x": 2})
+
+
+@pytest.mark.parametrize(
+    ("rows", "world"), [(64, 2), pytest.param(88, 3, marks=pytest.mark.slow)]
+)
+def test_rows_of_an_image(pools, rows, world):
+    for found in pools[world].run(of_an_image, rows, world):
+        found.check()
+        assert not any("times the work" in text for text in found.warnings)
 
 
 @pytest.mark.slow

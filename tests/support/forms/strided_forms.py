@@ -121,3 +121,31 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.attend(self.bring(self.attend(x)))
         return torch.sin(y).square().sum(1)
+
+
+class Image(nn.Module):
+    """x: [B, 3, H, W], whose rows are shared out; stem, patches, attention and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 1, 1),
+            nn.Conv2d(8, WIDTH, 3, stride=2, padding=1),
+            nn.Upsample(scale_factor=2),
+            nn.AvgPool2d(2),
+        )
+        self.patches = nn.Conv2d(WIDTH, WIDTH, 4, stride=4)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.back = nn.ConvTranspose2d(WIDTH, 4, 4, stride=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = self.patches(self.stem(x))
+        y = grid.flatten(2).mT
+        q, k, v = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2)
+            for part in self.qkv(y).chunk(3, -1)
+        )
+        y = y + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.back(y.mT.unflatten(-1, grid.shape[-2:])).square().mean((-1, -2))
