@@ -118,7 +118,7 @@ def _of_shards(
 def is_side_by_side(x: DTensor, axis: int, dim: int, size: int, step: int) -> bool:
     """Tell whether every rank has whole windows of positions, which do not overlap."""
     ranks = x.device_mesh.size(axis)
-    return size == step > 1 and x.shape[dim] % (size * ranks) == 0
+    return size == step and x.shape[dim] % (size * ranks) == 0
 
 
 def whole_weight(x: Tensor, grads: list[Placement]) -> Tensor:

@@ -45,7 +45,7 @@ def strided_convolution(known: GraphValues, node: fx.Node) -> Decision | None:
         return None
     x, weight, bias, stride, padding, dilation, groups = call.args
     i = _position(known, x, len(stride))
-    if i is None:
+    if i is None or _is_split(known, weight):
         return None
     dim = fake_value(x).ndim - len(stride) + i
     taps, count = fake_value(weight).shape[2 + i], fake_value(node).shape[dim]

@@ -62,6 +62,8 @@ def resized(factor: int) -> nn.Module:
 FORMS = {
     "halves": (lambda: conv(3, stride=2, padding=1), of_channels),
     "patches": (lambda: conv(4, stride=4, bias=False), of_channels),
+    "every second": (lambda: conv(1, stride=2), of_channels),
+    "single maxima": (lambda: nn.MaxPool1d(1, 2), of_channels),
     "rest": (lambda: conv(2, stride=3), of_channels),
     "dilated": (lambda: conv(3, stride=2, dilation=2, padding=2), of_channels),
     "depthwise": (lambda: conv(5, stride=2, groups=WIDTH), of_channels),
