@@ -209,6 +209,9 @@ def _configuration(config_class: Any, unset: tuple[str, ...]) -> Any:
         if isinstance(defaults.get(name), int | float)
         or (name in unset and name in defaults and defaults[name] is None)
     }
+    stages = ("num_heads", "num_attention_heads", "hidden_sizes")
+    if any(isinstance(defaults.get(x), list | tuple) for x in stages):
+        sizes.pop("patch_size", None)  # which their strides go with
     if isinstance(defaults.get("num_heads"), list | tuple):  # of stages, widening
         sizes.pop("embed_dim", None)
         sizes.pop("hidden_size", None)
