@@ -49,12 +49,12 @@ class ByHand(nn.Module):
             y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
         )
         if self.kind == "einsum":
-            scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * q.mean(-1, keepdim=True)
+            scores = torch.einsum("bhqd,bhkd->bhqk", q, k).square()
             return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)
         causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         scores = (q @ k.transpose(-2, -1)) * 0.5
         if self.kind != "rows":
-            scores = scores * q.mean(-1, keepdim=True)
+            scores = scores.square()
         scores = scores.masked_fill(~causal, -torch.inf)
         weights = F.dropout(F.softmax(scores, dim=-1), 0.0)
         return weights @ v + (weights.sum() if self.kind == "rows" else 0.0)
@@ -102,11 +102,10 @@ class KeysFirst(ByHand):
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
-        factor = q.mean(-1, keepdim=True)
         if self.keys_first:
-            scores = k @ q.mT * factor.mT
+            scores = (k @ q.mT).square()
             return scores.softmax(-2).mT @ v
-        return (q @ k.mT * factor).softmax(-1) @ v
+        return (q @ k.mT).square().softmax(-1) @ v
 
 
 @pytest.mark.parametrize("keys_first", [True, False])
