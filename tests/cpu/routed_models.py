@@ -249,11 +249,14 @@ class EveryExpert(nn.Module):
         scores = self.router(rows)
         best, chosen = scores.topk(2, 1)
         scores = torch.full_like(scores, -torch.inf).scatter_(1, chosen, best).sigmoid()
-        repeated = rows.repeat(4, 1) * scores.transpose(0, 1).reshape(-1, 1)
+        repeated = rows.repeat(4, 1) * self.flat(scores)
         gate, up = torch.bmm(repeated.view(4, -1, WIDTH), self.up).chunk(2, dim=-1)
         made = torch.bmm(up * F.silu(gate), self.down).view(-1, WIDTH)
         made = self.between(made.reshape(4, -1, WIDTH))
         return x + made.sum(0).view(x.shape)
+
+    def flat(self, scores):
+        return scores.transpose(0, 1).reshape(-1, 1)
 
     def between(self, made):
         return made

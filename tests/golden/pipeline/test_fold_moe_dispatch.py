@@ -278,6 +278,14 @@ class TokensOfAnExpert(EveryExpert):
         return made.softmax(1)
 
 
-def test_tokens_of_an_expert_that_meet(mesh):
-    found = copied(mesh, TokensOfAnExpert())
+class AnotherOrder(EveryExpert):
+    """Scores of all experts for the first token, where rows are all tokens for one."""
+
+    def flat(self, scores):
+        return scores.reshape(-1, 1)
+
+
+@pytest.mark.parametrize("twin", [TokensOfAnExpert, AnotherOrder])
+def test_tokens_of_an_expert_that_meet(mesh, twin):
+    found = copied(mesh, twin())
     assert found.rewrites == 0 and "repeat(" in found.after
