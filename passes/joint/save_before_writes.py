@@ -36,7 +36,9 @@ def save_before_writes(graph: fx.Graph, ctx: object) -> int:
             backward.add(node)
     needed: set[fx.Node] = set()
     for node in reversed(nodes):
-        if node not in backward and any(x in backward | needed for x in node.users):
+        if node not in backward and not (
+            backward.isdisjoint(node.users) and needed.isdisjoint(node.users)
+        ):
             needed.add(node)
     count = 0
     for node in nodes:

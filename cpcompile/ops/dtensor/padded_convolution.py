@@ -98,12 +98,7 @@ def _of_shards(
         )
     if empty is not None:
         out = out.narrow(empty, 0, 0)
-    sizes = [
-        (size + sum(pair) - reach * (taps - 1) - 1) // step + 1
-        for size, pair, reach, taps, step in zip(
-            x.shape[first:], padding, dilation, weight.shape[2:], stride, strict=True
-        )
-    ]
+    sizes = window_counts(x.shape[first:], padding, dilation, weight.shape[2:], stride)
     shape = torch.Size((*x.shape[: first - 1], weight.shape[0], *sizes))
     return DTensor.from_local(
         out.contiguous(),
@@ -113,6 +108,22 @@ def _of_shards(
         shape=shape,
         stride=contiguous_strides(shape),
     )
+
+
+def window_counts(
+    sizes: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    dilation: Sequence[int],
+    taps: Sequence[int],
+    stride: Sequence[int],
+) -> list[int]:
+    """Return how many windows each dimension of positions has."""
+    return [
+        (size + sum(pair) - reach * (n - 1) - 1) // step + 1
+        for size, pair, reach, n, step in zip(
+            sizes, padding, dilation, taps, stride, strict=True
+        )
+    ]
 
 
 def is_side_by_side(x: DTensor, axis: int, dim: int, size: int, step: int) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
-from cpcompile.ops.dtensor.padded_convolution import is_side_by_side
+from cpcompile.ops.dtensor.padded_convolution import is_side_by_side, window_counts
 
 POOLS: dict[str, Callable[..., Tensor]] = {
     "avg_pool1d": F.avg_pool1d,
@@ -60,12 +60,8 @@ def windowed_pool(
     if name.startswith("max"):
         numbers.append(list(dilation))
     out = POOLS[name](local_part(input), *numbers)
-    sizes = [
-        (size + 2 * zeros - reach * (taps - 1) - 1) // step + 1
-        for size, zeros, reach, taps, step in zip(
-            input.shape[first:], padding, dilation, kernel_size, stride, strict=True
-        )
-    ]
+    both = [(n, n) for n in padding]
+    sizes = window_counts(input.shape[first:], both, dilation, kernel_size, stride)
     shape = torch.Size((*input.shape[:first], *sizes))
     return DTensor.from_local(
         out.contiguous(),

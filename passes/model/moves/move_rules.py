@@ -149,7 +149,7 @@ def _picked(
         return None
     if not all(p.is_replicate() for p in _others(known, value)):
         return None
-    if any(_is_split(known, item) for item in items) or _is_picked_often(x):
+    if any(is_split(known, item) for item in items) or _is_picked_often(x):
         return None
     size, whole = (math.prod(expected_shape(v)) for v in (fake_value(node), value))
     if isinstance(fake_value(items[dim]), Tensor) and 2 * size > whole:
@@ -161,7 +161,8 @@ def _others(known: GraphValues, value: DTensor) -> list[Any]:
     return [p for i, p in enumerate(value.placements) if i != known.ctx.axis]
 
 
-def _is_split(known: GraphValues, x: Any) -> bool:
+def is_split(known: GraphValues, x: Any) -> bool:
+    """Tell whether ranks have parts of a value, or summands of it."""
     value = known.value(x) if isinstance(x, fx.Node) else None
     return isinstance(value, DTensor) and not all(
         p.is_replicate() for p in value.placements
@@ -226,7 +227,7 @@ def _gather(
     if not all(p.is_replicate() for p in _others(known, value)):
         return None
     if (
-        _is_split(known, index)
+        is_split(known, index)
         or 2 * expected_shape(fake_value(index))[dim] > expected_shape(value)[dim]
     ):
         return None
@@ -370,7 +371,7 @@ def assigned_tokens(
             None if fill is None else move_tokens(known, [source], *place, fill=fill)
         )
         return None if filled is None else (filled, channels)
-    if of_part != dim - missing and _is_split(known, part):
+    if of_part != dim - missing and is_split(known, part):
         return None
     if part_value.dtype != value.dtype:
         part = NewCall(torch.Tensor.to, (part, value.dtype))
@@ -390,7 +391,7 @@ def _written_token(
 ) -> NewCall | None:
     """Return the call for base[:, token] = part."""
     value, part_value = known.value(base), known.value(part)
-    if split_dim(known, base) != dim or _is_split(known, part):
+    if split_dim(known, base) != dim or is_split(known, part):
         return None
     place = (dim, "assign", token, token + 1 or None, 1)
     if not isinstance(part_value, Tensor):

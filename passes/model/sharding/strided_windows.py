@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import is_symbol
-from cpcompile.ops.dtensor.padded_convolution import padded_convolution
+from cpcompile.ops.dtensor.padded_convolution import (
+    padded_convolution,
+    window_counts,
+)
 from cpcompile.ops.dtensor.transposed_convolution import transposed_convolution
 from cpcompile.ops.dtensor.windowed_pool import POOLS, windowed_pool
 
@@ -34,7 +36,7 @@ from ...graph.new_call import NewCall
 from ...graph.nodes import fake_value
 from ...placement.decisions import Again, Decision, Replace
 from ...placement.graph_values import GraphValues
-from ..moves.move_rules import move_tokens, split_dim
+from ..moves.move_rules import is_split, move_tokens, split_dim
 from ..normalize.pad_convolutions import CONVOLUTIONS, of_dims, padded_call
 
 
@@ -45,7 +47,7 @@ def strided_convolution(known: GraphValues, node: fx.Node) -> Decision | None:
         return None
     x, weight, bias, stride, padding, dilation, groups = call.args
     i = _position(known, x, len(stride))
-    if i is None or _is_split(known, weight):
+    if i is None or is_split(known, weight):
         return None
     dim = fake_value(x).ndim - len(stride) + i
     taps, count = fake_value(weight).shape[2 + i], fake_value(node).shape[dim]
@@ -90,15 +92,13 @@ def pool(known: GraphValues, node: fx.Node) -> Decision | None:
         return None
     if any(padding) and not given.get("count_include_pad", True):
         return None
+    if not fake_value(given["input"]).is_floating_point():
+        return None  # they have no lowest number to fill in
     x = given["input"]
     dim = fake_value(x).ndim - dims + i
     count = fake_value(node).shape[dim]
-    wanted = [
-        (n + 2 * zeros - reach * (taps - 1) - 1) // step + 1
-        for n, zeros, reach, taps, step in zip(
-            fake_value(x).shape[-dims:], padding, dilation, sizes, strides, strict=True
-        )
-    ]
+    both = [(n, n) for n in padding]
+    wanted = window_counts(fake_value(x).shape[-dims:], both, dilation, sizes, strides)
     if given.get("ceil_mode") and wanted != list(fake_value(node).shape[-dims:]):
         return None
     fill = float("-inf") if name.startswith("max") else 0.0
@@ -155,7 +155,7 @@ def transposed(known: GraphValues, node: fx.Node) -> Decision | None:
     if stride is None or padding is None or added is None or dilation is None:
         return None
     i = _position(known, x, dims)
-    if i is None or _is_split(known, weight) or _is_split(known, bias):
+    if i is None or is_split(known, weight) or is_split(known, bias):
         return None
     dim = fake_value(x).ndim - dims + i
     tokens, count = fake_value(x).shape[dim], fake_value(node).shape[dim]
@@ -178,7 +178,12 @@ def transposed(known: GraphValues, node: fx.Node) -> Decision | None:
 
 
 def resized(known: GraphValues, node: fx.Node) -> Decision | None:
-    """Decide on tokens that are repeated, or left out: the nearest ones of a size."""
+    """Decide on tokens that are repeated: the nearest ones of a larger size.
+
+    torch multiplies places by a float32, one over the scale that it is given, or that
+    sizes give. Only by a power of two is that a repetition for certain: twice the
+    tokens by a scale of 2.05 are others, and some factors (41, 47) are not exact.
+    """
     given = canonical_call(node).arguments
     x = given["input"]
     dims = fake_value(x).ndim - 2
@@ -189,6 +194,13 @@ def resized(known: GraphValues, node: fx.Node) -> Decision | None:
     if any(n % m for n, m in zip(after, before, strict=True)):
         return None
     factors = [n // m for n, m in zip(after, before, strict=True)]
+    if any(factor & (factor - 1) for factor in factors):
+        return None
+    scales = given["scale_factor"]
+    if scales is not None and not given["recompute_scale_factor"]:
+        scales = [scales] * dims if isinstance(scales, int | float) else list(scales)
+        if scales != factors:
+            return None
     if leaves_ranks_empty(after[i], known.ctx.ranks):
         return None
     made: Any = x
@@ -209,7 +221,7 @@ def overlapping_windows(known: GraphValues, node: fx.Node) -> Decision | None:
     if dim is None or given["dimension"] % fake_value(x).ndim != dim:
         return None
     count = fake_value(node).shape[dim]
-    windows = _windows(known, x, dim, (size, step, 1, 0), count)
+    windows = _windows(known, x, dim, (size, step, 1, 0), count, is_copied=True)
     if windows is None:
         return None
     cut = NewCall(torch.unflatten, (windows, dim, (-1, size)))
@@ -233,15 +245,19 @@ def _windows(
     numbers: Sequence[int],
     count: int,
     fill: float = 0.0,
+    is_copied: bool = False,
 ) -> NewCall | None:
     """Return the call that lays windows side by side, as many on every rank.
 
     numbers: tokens of a window, steps between two, between two tokens of one, and
-    tokens that are missing before the first.
+    tokens that are missing before the first. is_copied: whether the model makes that
+    copy in any case.
     """
-    ranks = known.ctx.ranks
+    ranks, (size, step, *_) = known.ctx.ranks, numbers
     if is_symbol(count) or leaves_ranks_empty(count, ranks):
         return None
+    if size > step * ranks and not is_copied:
+        return None  # a rank would hold more than if it gathered all tokens
     even = ranks * -(-count // ranks)
     return move_tokens(known, [x], dim, "windows", *numbers, even, fill=fill)
 
@@ -256,6 +272,8 @@ def _at_every_token(
 ) -> Decision | None:
     """Decide on a convolution that is not padded for as many results as tokens."""
     x, weight, bias, stride, padding, dilation, groups = call.args
+    if leaves_ranks_empty(count, known.ctx.ranks):
+        return None
     reach = dilation[i] * (fake_value(weight).shape[2 + i] - 1)
     before, after = padding[i]
     source: Any = x
@@ -268,13 +286,6 @@ def _at_every_token(
     result = NewCall(padded_convolution, args)
     cut = (missing, missing + count, 1)
     return Replace(move_tokens(known, [result], dim, "slice", *cut))
-
-
-def _is_split(known: GraphValues, x: Any) -> bool:
-    value = known.value(x) if isinstance(x, fx.Node) else None
-    return isinstance(value, DTensor) and not all(
-        p.is_replicate() for p in value.placements
-    )
 
 
 def _with(numbers: Sequence[Any], i: int, number: Any) -> tuple[Any, ...]:

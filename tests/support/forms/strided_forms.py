@@ -54,7 +54,7 @@ def windows(size: int, step: int) -> nn.Module:
     return Call(lambda x: x.unfold(2, size, step).mean(-1))
 
 
-def resized(factor: int) -> nn.Module:
+def resized(factor: float) -> nn.Module:
     return Call(lambda x: F.interpolate(x, scale_factor=factor))
 
 
@@ -84,6 +84,10 @@ FORMS = {
     ),
     "spreads": (lambda: up(3, bias=False, dilation=2), of_channels),
     "repeats": (lambda: resized(2), of_channels),
+    "repeats for a size": (
+        lambda: Call(lambda x: F.interpolate(x, size=4 * x.shape[-1])),
+        of_channels,
+    ),
     "grid": (lambda: in_grid(nn.Conv2d, 3, stride=2, padding=1), of_grid),
     "grid of patches": (lambda: in_grid(nn.Conv2d, (2, 3), stride=(2, 3)), of_grid),
     "grid maxima": (lambda: nn.MaxPool2d(3, (2, 1), 1), of_grid),
@@ -96,6 +100,12 @@ TWINS = {
         lambda: nn.AvgPool1d(3, 2, 1, count_include_pad=False),
         of_channels,
     ),
+    "nearly four times": (
+        lambda: resized(4.004),
+        of_channels,
+    ),  # not each so often
+    "three times": (lambda: resized(3), of_channels),
+    "a moving mean": (lambda: nn.AvgPool1d(13, 1), of_channels),  # 13 copies
     "between tokens": (
         lambda: Call(lambda x: F.interpolate(x, scale_factor=2.0, mode="linear")),
         of_channels,
