@@ -1,9 +1,10 @@
 """Find the inputs that carry the sequence where `options["shard"]` does not say it.
 
 An input carries it if tokens of q, k or v of an attention call, or of a mixer, come
-from one of its dimensions (passes/sequence_dims). This is read from the graph; sizes
-play no part. Where a whole model has none of these calls, the last dimension of the
-indices of an embedding is the sequence.
+from one of its dimensions (passes/sequence_dims), or are made of its rows by several
+convolutions (passes/image_rows). This is read from the graph; sizes play no part. Where
+a whole model has none of these calls, the last dimension of the indices of an embedding
+is the sequence, or the rows are those that convolutions read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from cpcompile.passes.model.patterns.matched import AttentionPattern
 from cpcompile.passes.model.patterns.pattern_sequences import over_sequences
 from cpcompile.passes.model.patterns.unmatched import is_product
 from cpcompile.passes.model.sharding.dim_flows import token_operands
+from cpcompile.passes.model.sharding.image_rows import convolved_rows, image_rows
 from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
 
 
@@ -54,10 +56,10 @@ def infer_inputs(
         *attention_patterns(graph),
         *attention_with_weights(graph),
     ]
+    if not names:
+        return {}
     if not (operands or patterns or frame.is_part):
         operands = [*_looked_up(graph)]
-    if not names or not (operands or patterns):
-        return {}
     fake_mode = fake_mode_of(graph)
     named: dict[fx.Node, tuple[str, int]] = {}
     unclear: dict[str, list[int]] = {}
@@ -70,12 +72,19 @@ def infer_inputs(
     if unclear and not frame.is_part:
         raise InputError(_several(frame, dict(named.values()), unclear))
     attended = over_sequences(graph, patterns, fake_mode, mesh, axis, set(names), set())
-    operands = [x for call in attended for x in call.tokens]
-    written_dims = SequenceDims(graph, operands, fake_mode, mesh, axis)
+    written = [x for call in attended for x in call.tokens]
+    written_dims = SequenceDims(graph, written, fake_mode, mesh, axis)
     for node, dims in _dims_of(names, written_dims):
         # An input with several dims gets none: attention by hand may stay as it is.
         if node not in named and names[node] not in unclear and len(dims) == 1:
             named[node] = (names[node], dims[0])
+    on = (fake_mode, mesh, axis)
+    rows = [*image_rows(graph, [*operands, *written], *on)]
+    if not (named or rows or frame.is_part):
+        rows = [*image_rows(graph, convolved_rows(graph), *on)]
+    for node, dim in rows:
+        if node in names and names[node] not in unclear:
+            named.setdefault(node, (names[node], dim))
     return named
 
 

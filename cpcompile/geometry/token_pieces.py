@@ -110,6 +110,13 @@ def windowed(
     where the sequence has none.
     """
     pieces = [Piece(FILL, 0, count * size, 0)]
+    if dilation == 1 and count < size:  # few long ones
+        for i in range(count):
+            first = i * step - before
+            start, stop = max(0, first), min(length, first + size)
+            if stop > start:
+                pieces.append(Piece(0, start, stop - start, i * size + start - first))
+        return Joined(pieces, count * size)
     for j in range(size):
         first = j * dilation - before  # of window 0
         skipped = max(0, -(first // step))

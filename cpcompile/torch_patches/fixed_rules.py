@@ -43,6 +43,11 @@ BY_ELEMENTS = (
     aten.leaky_relu_backward.default,
     aten.elu_backward.default,
     aten.mish_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardtanh_backward.default,
+    aten.softshrink_backward.default,
+    aten.hardshrink_backward.default,
 )
 FILLED = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 COUNTED = (aten.topk.default, aten.kthvalue.default, aten.histc.default)

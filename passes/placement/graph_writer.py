@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from cpcompile.geometry.lengths import is_symbol
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ..graph.context import Context
@@ -65,10 +67,20 @@ class GraphWriter(GraphValues):
         return node
 
     def written(self, x: Any, node: fx.Node) -> Any:
-        """Write the new calls in `x` before `node`; return `x` with their nodes."""
+        """Write the new calls in `x` before `node`; return `x` with their nodes.
+
+        Sizes that guards have fixed become integers: no tracer has a proxy for them.
+        """
+        if isinstance(x, torch.SymInt):
+            return x if is_symbol(x) else int(x)
         if not isinstance(x, NewCall):
             return fx.node.map_aggregate(
-                x, lambda a: self.written(a, node) if isinstance(a, NewCall) else a
+                x,
+                lambda a: (
+                    self.written(a, node)
+                    if isinstance(a, NewCall | torch.SymInt)
+                    else a
+                ),
             )
         args, kwargs = self.written((x.args, dict(x.kwargs)), node)
         if x.target is cp_replicate:

@@ -79,6 +79,13 @@ def cp_log_sigmoid(x: DTensor) -> DTensor:
     return below - torch.log1p(torch.exp(-x.abs()))  # type: ignore[return-value]
 
 
+def cp_prelu(x: DTensor, weight: Tensor) -> Tensor:
+    """Compute prelu by its formula: DTensor has no rule for its backward."""
+    shape = (1, -1, *(1 for _ in range(x.ndim - 2))) if weight.ndim else ()
+    scaled = x * (weight.view(shape) if x.ndim > 1 else weight)
+    return torch.where(x > 0, x, scaled)
+
+
 def cp_mixed_in_parts(tensors: list[DTensor], call: str, on: MeshAxis) -> list[DTensor]:
     """Call a mixer on the tokens of each rank, from the state of the ranks before it.
 

@@ -23,6 +23,7 @@ def padded_convolution(
     padding: Sequence[Sequence[int]],
     dilation: Sequence[int],
     groups: int,
+    apart: int | None = None,
 ) -> Tensor:
     """Run F.conv1d, conv2d or conv3d, with zeros before and after that may differ.
 
@@ -31,14 +32,17 @@ def padded_convolution(
             positions, its weight and bias are whole then.
         weight, bias, stride, dilation, groups: as torch takes them, per dimension.
         padding: zeros (before, after) per dimension of positions.
+        apart: a dimension of a DTensor in which each rank's part is a sequence of its
+            own: the results are those of all parts, one after another.
 
-    Along a sharded dimension there are as many results as positions, or windows lie
-    side by side, whole ones on every rank.
+    Along another sharded dimension there are as many results as positions, or windows
+    lie side by side, whole ones on every rank.
 
     Raises: ValueError for a DTensor with other placements or numbers.
     """
     if isinstance(input, DTensor):
-        return _of_shards(input, weight, bias, stride, padding, dilation, groups)
+        args = (input, weight, bias, stride, padding, dilation, groups, apart)
+        return _of_shards(*args)
     return _convolved(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -50,6 +54,7 @@ def _of_shards(
     padding: Sequence[Sequence[int]],
     dilation: Sequence[int],
     groups: int,
+    apart: int | None,
 ) -> DTensor:
     mesh, first = x.device_mesh, x.ndim - len(stride)
     batch = {Shard(dim) for dim in range(first - 1)}
@@ -64,6 +69,8 @@ def _of_shards(
                 f"a convolution of a DTensor {tuple(x.shape)} with placements "
                 f"{x.placements}; needed its batch or positions in one part per rank"
             )
+        if dim == apart:
+            continue
         before, after = remaining[dim - first]
         reach = dilation[dim - first] * (weight.shape[dim - first + 2] - 1)
         if is_side_by_side(x, axis, dim, reach + 1, stride[dim - first]):
@@ -99,6 +106,8 @@ def _of_shards(
     if empty is not None:
         out = out.narrow(empty, 0, 0)
     sizes = window_counts(x.shape[first:], padding, dilation, weight.shape[2:], stride)
+    if apart is not None:
+        sizes[apart - first] = results_apart(x, out, apart)
     shape = torch.Size((*x.shape[: first - 1], weight.shape[0], *sizes))
     return DTensor.from_local(
         out.contiguous(),
@@ -124,6 +133,24 @@ def window_counts(
             sizes, padding, dilation, taps, stride, strict=True
         )
     ]
+
+
+def results_apart(x: DTensor, out: Tensor, dim: int) -> int:
+    """Return how many results all ranks have together, as many on each.
+
+    x: sharded evenly along `dim`. out: the results of this rank.
+    """
+    parts = [
+        x.device_mesh.size(axis)
+        for axis, placement in enumerate(x.placements)
+        if placement == Shard(dim)
+    ]
+    if len(parts) != 1 or x.shape[dim] % parts[0]:
+        raise ValueError(
+            f"a DTensor {tuple(x.shape)} with placements {x.placements}; needed "
+            f"dimension {dim} in one part per rank, as long on each"
+        )
+    return parts[0] * out.shape[dim]
 
 
 def is_side_by_side(x: DTensor, axis: int, dim: int, size: int, step: int) -> bool:

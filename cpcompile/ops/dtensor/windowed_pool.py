@@ -1,4 +1,4 @@
-"""Pooling of sharded tokens in windows side by side, whole ones on every rank."""
+"""Pooling of sharded tokens, of which every rank has a sequence of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
-from cpcompile.ops.dtensor.padded_convolution import is_side_by_side, window_counts
+from cpcompile.ops.dtensor.padded_convolution import results_apart, window_counts
 
 POOLS: dict[str, Callable[..., Tensor]] = {
     "avg_pool1d": F.avg_pool1d,
@@ -29,32 +29,28 @@ def windowed_pool(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    apart: int,
 ) -> DTensor:
     """Run a pooling of torch on the part of each rank.
 
     Args:
         name: one of POOLS.
-        input: [B, C, ..] or [C, ..], sharded along any dimensions.
+        input: [B, C, ..] or [C, ..], sharded along any dimensions; of positions along
+            `apart` alone.
         kernel_size, stride, padding: as torch takes them, per dimension of positions.
-            Along a sharded one windows lie side by side, whole ones on every rank.
         dilation: of a maximum; 1 for means.
+        apart: a dimension in which each rank's part is a sequence of its own: the
+            results are those of all parts, one after another.
 
-    Raises: ValueError for windows of positions that two ranks have.
+    Raises: ValueError for a DTensor with other placements.
     """
     first = input.ndim - len(kernel_size)
-    for axis, placement in enumerate(input.placements):
+    for placement in input.placements:
         dim = placement.dim if type(placement) is Shard else -1
-        if placement.is_replicate() or 0 <= dim < first:
-            continue
-        i = dim - first
-        if dim < 0 or not (
-            is_side_by_side(input, axis, dim, kernel_size[i], stride[i])
-            and (padding[i], dilation[i]) == (0, 1)
-        ):
+        if not (placement.is_replicate() or 0 <= dim < first or dim == apart):
             raise ValueError(
                 f"{name} of a DTensor {tuple(input.shape)} with placements "
-                f"{input.placements}, windows of {kernel_size[i]} with stride "
-                f"{stride[i]}; needed whole windows on every rank, side by side"
+                f"{input.placements}; needed positions in parts along {apart} alone"
             )
     numbers = [list(kernel_size), list(stride), list(padding)]
     if name.startswith("max"):
@@ -62,6 +58,7 @@ def windowed_pool(
     out = POOLS[name](local_part(input), *numbers)
     both = [(n, n) for n in padding]
     sizes = window_counts(input.shape[first:], both, dilation, kernel_size, stride)
+    sizes[apart - first] = results_apart(input, out, apart)
     shape = torch.Size((*input.shape[:first], *sizes))
     return DTensor.from_local(
         out.contiguous(),

@@ -37,7 +37,7 @@ from ..sharding.dim_flows import dim_flows, part_written, token_operands
 from ..sharding.sharding_rules import RULES
 from .dim_class import CREATIONS, DimClass, linked_values
 
-_ANYWHERE = ("mean", "expand_as", "logsigmoid", "log_sigmoid")
+_ANYWHERE = ("mean", "expand_as", "logsigmoid", "log_sigmoid", "prelu")
 """Calls whose rules of ours look where their operand is split."""
 
 _AS_FLOW_SAYS = (

@@ -50,6 +50,7 @@ from ...placement.placement_calls import (
     cp_log_sigmoid,
     cp_mean,
     cp_mixed_in_parts,
+    cp_prelu,
     cp_repeat,
     cp_replicate,
     cp_shard,
@@ -68,6 +69,7 @@ from ..mutation.masked_rows import placed_rows, write_rows
 from ..mutation.write_rules import in_place, write_part
 from ..normalize.pad_convolutions import CONVOLUTIONS, convolution
 from .flattened_tokens import flattened_tokens
+from .norm_rules import RULES as OF_NORMS
 from .product_rules import linear, product_of_plain, token_products
 from .sharded_losses import class_loss, elementwise_loss
 from .strided_windows import RULES as OF_WINDOWS
@@ -171,6 +173,14 @@ def log_sigmoid(known: GraphValues, node: fx.Node) -> Decision | None:
     if not isinstance(known.value(x), DTensor):
         return None
     return Replace(NewCall(cp_log_sigmoid, (x,)))
+
+
+def prelu(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Write prelu, whose backward DTensor has no rule for, as a formula."""
+    given = canonical_call(node).arguments
+    if not isinstance(known.value(given["input"]), DTensor):
+        return None
+    return Replace(NewCall(cp_prelu, (given["input"], given["weight"])))
 
 
 def mean(graph_values: GraphValues, node: fx.Node) -> Decision | None:
@@ -333,6 +343,7 @@ RULES: dict[str, ShardingRule] = {
     **dict.fromkeys(("view", "reshape", "flatten"), view),
     "unflatten": window_view,
     **OF_WINDOWS,
+    **OF_NORMS,
     **dict.fromkeys(
         CONVOLUTIONS,
         lambda known, node: (
@@ -350,6 +361,7 @@ RULES: dict[str, ShardingRule] = {
     "cat": concatenate,
     "mean": mean,
     **dict.fromkeys(("logsigmoid", "log_sigmoid"), log_sigmoid),
+    "prelu": prelu,
     "dropout": dropout,
     "unfold": unfold,
     "repeat": repeat,

@@ -5,13 +5,14 @@ Strided and transposed convolutions, pooling, unfold, and resizing to the neares
     x: [B, C, 61] S(2) on 2 ranks, 31 and 30 tokens
     conv1d(x, weight, bias, (2,), (1,))                   # 3 taps, 31 results
       ->
-    windows = cp_move_tokens(x, 2, 'windows', 3, 2, 1, 1, 32)   [B, C, 96], 48 and 48
-    padded_convolution(windows, weight, bias, (3,), [(0, 0)], (1,), 1)[..., :31]
+    spans = cp_move_tokens(x, 2, 'windows', 33, 32, 1, 1, 2)    [B, C, 66], 33 and 33
+    padded_convolution(spans, weight, bias, (2,), [(0, 0)], (1,), 1, 2)[..., :31]
 
-A window is where its result is; a rank copies its own tokens into its windows, those
-that overlap more than once, and borrows the others at its borders. Convolutions whose
-windows begin at every token give as many results as tokens where they are padded
-(`padded_convolution`), and lose some of them after that.
+A rank has the tokens that its results are made of, from the first of the first window
+to the last of the last one: its own, and what it borrows at its borders. All ranks have
+as many, some of them zeros, and as many results, of which the last ones are cut off.
+Convolutions whose windows begin at every token give as many results as tokens where
+they are padded (`padded_convolution`), and lose some of them after that.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import torch.fx as fx
 
 from cpcompile.geometry.layout import leaves_ranks_empty
-from cpcompile.geometry.lengths import is_symbol
+from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.ops.dtensor.padded_convolution import (
     padded_convolution,
     window_counts,
@@ -53,22 +54,13 @@ def strided_convolution(known: GraphValues, node: fx.Node) -> Decision | None:
     taps, count = fake_value(weight).shape[2 + i], fake_value(node).shape[dim]
     if stride[i] == 1:
         return _at_every_token(known, call, i, dim, count)
-    windows = _windows(
-        known, x, dim, (taps, stride[i], dilation[i], padding[i][0]), count
-    )
-    if windows is None:
+    reach = dilation[i] * (taps - 1)
+    spans = _spans(known, x, dim, (reach, stride[i], padding[i][0]), count)
+    if spans is None:
         return None
-    numbers = (
-        _with(stride, i, taps),
-        _with(padding, i, (0, 0)),
-        _with(dilation, i, 1),
-    )
-    return _first(
-        known,
-        NewCall(padded_convolution, (windows, weight, bias, *numbers, groups)),
-        dim,
-        count,
-    )
+    numbers = (stride, _with(padding, i, (0, 0)), dilation, groups)
+    args = (spans, weight, bias, *numbers, dim)
+    return _first(known, NewCall(padded_convolution, args), dim, count)
 
 
 def pool(known: GraphValues, node: fx.Node) -> Decision | None:
@@ -102,18 +94,12 @@ def pool(known: GraphValues, node: fx.Node) -> Decision | None:
     if given.get("ceil_mode") and wanted != list(fake_value(node).shape[-dims:]):
         return None
     fill = float("-inf") if name.startswith("max") else 0.0
-    windows = _windows(
-        known, x, dim, (sizes[i], strides[i], dilation[i], padding[i]), count, fill
-    )
-    if windows is None:
+    reach = dilation[i] * (sizes[i] - 1)
+    spans = _spans(known, x, dim, (reach, strides[i], padding[i]), count, fill)
+    if spans is None:
         return None
-    numbers = (
-        sizes,
-        _with(strides, i, sizes[i]),
-        _with(padding, i, 0),
-        _with(dilation, i, 1),
-    )
-    return _first(known, NewCall(windowed_pool, (name, windows, *numbers)), dim, count)
+    args = (name, spans, sizes, strides, _with(padding, i, 0), dilation, dim)
+    return _first(known, NewCall(windowed_pool, args), dim, count)
 
 
 def adaptive_pool(known: GraphValues, node: fx.Node) -> Decision | None:
@@ -130,12 +116,12 @@ def adaptive_pool(known: GraphValues, node: fx.Node) -> Decision | None:
         return None
     sizes = tuple(size // n for size, n in zip(before, after, strict=True))
     dim = fake_value(x).ndim - dims + i
-    windows = _windows(known, x, dim, (sizes[i], sizes[i], 1, 0), after[i])
-    if windows is None:
+    spans = _spans(known, x, dim, (sizes[i] - 1, sizes[i], 0), after[i])
+    if spans is None:
         return None
     zeros, ones = (0,) * dims, (1,) * dims
     name = call.name.removeprefix("adaptive_")
-    pooled = NewCall(windowed_pool, (name, windows, sizes, sizes, zeros, ones))
+    pooled = NewCall(windowed_pool, (name, spans, sizes, sizes, zeros, ones, dim))
     return _first(known, pooled, dim, after[i])
 
 
@@ -221,45 +207,52 @@ def overlapping_windows(known: GraphValues, node: fx.Node) -> Decision | None:
     if dim is None or given["dimension"] % fake_value(x).ndim != dim:
         return None
     count = fake_value(node).shape[dim]
-    windows = _windows(known, x, dim, (size, step, 1, 0), count, is_copied=True)
-    if windows is None:
+    ranks = known.ctx.ranks
+    if is_symbol(count) or leaves_ranks_empty(count, ranks):
         return None
+    even = ranks * -(-count // ranks)
+    windows = move_tokens(known, [x], dim, "windows", size, step, 1, 0, even)
     cut = NewCall(torch.unflatten, (windows, dim, (-1, size)))
     first = move_tokens(known, [cut], dim, "slice", None, count, 1)
     return Replace(NewCall(torch.movedim, (first, dim + 1, -1)))
 
 
 def _position(known: GraphValues, x: Any, dims: int) -> int | None:
-    """Return which of the last dimensions of a value has its tokens."""
+    """Return which of the last dimensions of a value has its tokens.
+
+    Raises: LengthNotSymbolic for a symbolic number of these.
+    """
     dim = split_dim(known, x)
-    if dim is None or any(map(is_symbol, fake_value(x).shape)):
+    first: int = fake_value(x).ndim - dims
+    if dim is None or dim < first:
         return None
-    first = fake_value(x).ndim - dims
-    return dim - first if dim >= first else None
+    if any(map(is_symbol, fake_value(x).shape)):
+        raise LengthNotSymbolic("windows of tokens are dealt out for one length")
+    return dim - first
 
 
-def _windows(
+def _spans(
     known: GraphValues,
     x: Any,
     dim: int,
     numbers: Sequence[int],
     count: int,
     fill: float = 0.0,
-    is_copied: bool = False,
 ) -> NewCall | None:
-    """Return the call that lays windows side by side, as many on every rank.
+    """Return the call that brings each rank the tokens of its windows.
 
-    numbers: tokens of a window, steps between two, between two tokens of one, and
-    tokens that are missing before the first. is_copied: whether the model makes that
-    copy in any case.
+    numbers: how far the last token of a window is from its first, steps between two
+    windows, and tokens that are missing before the first. count: windows.
     """
-    ranks, (size, step, *_) = known.ctx.ranks, numbers
+    ranks, (reach, step, before) = known.ctx.ranks, numbers
     if is_symbol(count) or leaves_ranks_empty(count, ranks):
         return None
-    if size > step * ranks and not is_copied:
-        return None  # a rank would hold more than if it gathered all tokens
-    even = ranks * -(-count // ranks)
-    return move_tokens(known, [x], dim, "windows", *numbers, even, fill=fill)
+    own = -(-count // ranks)
+    length = (own - 1) * step + reach + 1
+    if length > fake_value(x).shape[dim]:
+        return None  # no fewer than if it gathered all of them
+    args = (length, own * step, 1, before, ranks)
+    return move_tokens(known, [x], dim, "windows", *args, fill=fill)
 
 
 def _first(known: GraphValues, call: NewCall, dim: int, count: int) -> Replace:

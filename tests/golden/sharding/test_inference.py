@@ -11,6 +11,7 @@ from cpcompile.reporting.graph_report import GraphReport
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import attend, heads, sdpa
+from tests.support.forms.normalised_forms import Patches, Rows
 
 
 def inferred(fn, *args, mesh, **options):
@@ -265,3 +266,37 @@ def test_distributed_inputs_say_it_themselves(mesh):
 
 def test_without_attention_nothing_is_read(mesh):
     assert inferred(lambda x: x.relu(), torch.randn(2, 16, 8), mesh=mesh) == {}
+
+
+def test_the_rows_of_images_that_a_stem_makes_tokens_of(mesh):
+    image = torch.randn(2, 3, 40, 12)
+    assert inferred(Rows(), image, mesh=mesh) == {"x": 2}
+    assert inferred(Patches(), image, mesh=mesh) == {}  # one convolution
+
+
+class Convolved(nn.Module):
+    """No attention: rows of images, or samples of sounds, are what is shared out."""
+
+    def __init__(self, dims, count):
+        super().__init__()
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
+        self.layers = nn.Sequential(
+            *(
+                layer
+                for n in range(count)
+                for layer in (conv(3 if n == 0 else 8, 8, 3, 2, 1), norm(8), nn.ReLU())
+            )
+        )
+
+    def forward(self, x):
+        return self.layers(x).flatten(2).mean(-1)
+
+
+@pytest.mark.parametrize(
+    ("dims", "count", "dim"), [(1, 2, 2), (2, 2, 2), (3, 2, 3), (2, 1, None)]
+)
+def test_a_net_of_convolutions(mesh, dims, count, dim):
+    x = torch.randn(2, 3, *[8, 16, 32][-dims:])
+    found = inferred(Convolved(dims, count), x, mesh=mesh)
+    assert found == ({} if dim is None else {"x": dim})

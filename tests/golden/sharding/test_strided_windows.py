@@ -21,10 +21,10 @@ def test_a_strided_convolution(mesh_of):
     assert_golden(
         captured(mesh_of, "halves", 37).lines("move_tokens", "convolution"),
         """\
-cp_move_tokens = cp_move_tokens([mT], 2, 'windows', 3, 2, 1, 1, 21,
-    fill=0)  # [2, 16, 63] S(2)
+cp_move_tokens = cp_move_tokens([mT], 2, 'windows', 15, 14, 1, 1, 3,
+    fill=0)  # [2, 16, 45] S(2)
 padded_convolution = padded_convolution(cp_move_tokens, cp_replicate_4, cp_replicate_5,
-    (3,), ((0, 0),), (1,), 1)  # [2, 16, 21] S(2)
+    (2,), ((0, 0),), (1,), 1, 2)  # [2, 16, 21] S(2)
 cp_move_tokens_1 = cp_move_tokens([padded_convolution], 2, 'slice', None, 19,
     1)  # [2, 16, 19] S(2)
 mT_1 = mT(cp_move_tokens_1)  # [2, 19, 16] S(1)""",
@@ -50,10 +50,10 @@ def test_a_pool(mesh_of):
     assert_golden(
         captured(mesh_of, "maxima", 37).lines("move_tokens", "pool"),
         """\
-cp_move_tokens = cp_move_tokens([mT], 2, 'windows', 3, 2, 1, 1, 21,
-    fill=-inf)  # [2, 16, 63] S(2)
-windowed_pool = windowed_pool('max_pool1d', cp_move_tokens, (3,), (3,), (0,),
-    (1,))  # [2, 16, 21] S(2)
+cp_move_tokens = cp_move_tokens([mT], 2, 'windows', 15, 14, 1, 1, 3,
+    fill=-inf)  # [2, 16, 45] S(2)
+windowed_pool = windowed_pool('max_pool1d', cp_move_tokens, (3,), (2,), (0,), (1,),
+    2)  # [2, 16, 21] S(2)
 cp_move_tokens_1 = cp_move_tokens([windowed_pool], 2, 'slice', None, 19,
     1)  # [2, 16, 19] S(2)
 mT_1 = mT(cp_move_tokens_1)  # [2, 19, 16] S(1)""",

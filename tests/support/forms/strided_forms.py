@@ -72,6 +72,7 @@ FORMS = {
     "reflects": (lambda: conv(3, padding=1, padding_mode="reflect"), of_channels),
     "means": (lambda: nn.AvgPool1d(2), of_channels),
     "padded means": (lambda: nn.AvgPool1d(3, 2, 1), of_channels),
+    "moving means": (lambda: nn.AvgPool1d(13, 1), of_channels),
     "maxima": (lambda: nn.MaxPool1d(3, 2, 1), of_channels),
     "dilated maxima": (lambda: nn.MaxPool1d(2, 2, 0, dilation=3), of_channels),
     "equal parts": (lambda: nn.AdaptiveAvgPool1d(6), of_channels),
@@ -105,7 +106,7 @@ TWINS = {
         of_channels,
     ),  # not each so often
     "three times": (lambda: resized(3), of_channels),
-    "a moving mean": (lambda: nn.AvgPool1d(13, 1), of_channels),  # 13 copies
+    "wide means": (lambda: nn.AvgPool1d(31, 1, 15), of_channels),  # of all tokens
     "between tokens": (
         lambda: Call(lambda x: F.interpolate(x, scale_factor=2.0, mode="linear")),
         of_channels,
