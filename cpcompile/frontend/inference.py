@@ -2,7 +2,7 @@
 
 An input carries it if tokens of q, k or v of an attention call, or of a mixer, come
 from one of its dimensions (passes/sequence_dims), or are made of its rows by several
-convolutions (passes/image_rows). This is read from the graph; sizes play no part. Where
+products (image_rows). This is read from the graph; sizes play no part. Where
 a whole model has none of these calls, the last dimension of the indices of an embedding
 is the sequence, or the rows are those that convolutions read.
 """
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame, argument_path
+from cpcompile.frontend.image_rows import ImageRows
 from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
@@ -29,7 +30,6 @@ from cpcompile.passes.model.patterns.matched import AttentionPattern
 from cpcompile.passes.model.patterns.pattern_sequences import over_sequences
 from cpcompile.passes.model.patterns.unmatched import is_product
 from cpcompile.passes.model.sharding.dim_flows import token_operands
-from cpcompile.passes.model.sharding.image_rows import convolved_rows, image_rows
 from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
 
 
@@ -78,10 +78,11 @@ def infer_inputs(
         # An input with several dims gets none: attention by hand may stay as it is.
         if node not in named and names[node] not in unclear and len(dims) == 1:
             named[node] = (names[node], dims[0])
-    on = (fake_mode, mesh, axis)
-    rows = [*image_rows(graph, [*operands, *written], *on)]
-    if not (named or rows or frame.is_part):
-        rows = [*image_rows(graph, convolved_rows(graph), *on)]
+    image_rows = ImageRows(graph, fake_mode, mesh, axis)
+    products = image_rows.of_tokens([*operands, *written])
+    rows = [x for x, count in products.items() if count > 1]
+    if not (named or products or frame.is_part):
+        rows = image_rows.of_convolutions()
     for node, dim in rows:
         if node in names and names[node] not in unclear:
             named.setdefault(node, (names[node], dim))
