@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.shares import sharing_rows
 
 Dims = tuple[int | None, int | None, int]
 """Where the tokens are in both operands and in the result; None: the same for all."""
@@ -53,6 +55,29 @@ def cp_token_products(
         local.contiguous(),
         source.device_mesh,
         placed(Shard(out)),
+        run_check=False,
+        shape=shape,
+        stride=contiguous_strides(shape),
+    )
+
+
+def cp_linear_of_parts(x: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
+    """Compute a linear layer of this rank's part of x, split along any but channels.
+
+    weight, bias: the same on every rank; their gradients are sums over the ranks.
+    """
+    grads: list[Placement] = [
+        p if p.is_replicate() else Partial() for p in x.placements
+    ]
+    own, own_weight = local_part(x), local_part(weight, grads)
+    own_bias = None if bias is None else local_part(bias, grads)
+    with sharing_rows(x.device_mesh, x.placements, x.numel(), own.numel()):
+        local = F.linear(own, own_weight, own_bias)
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    return DTensor.from_local(
+        local,
+        x.device_mesh,
+        x.placements,
         run_check=False,
         shape=shape,
         stride=contiguous_strides(shape),

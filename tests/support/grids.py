@@ -48,6 +48,45 @@ class Windows(nn.Module):
         return x + self.whole(x)
 
 
+class Stages(nn.Module):
+    """x: [B, 3, H, W] -> [B, 5]. Patches, windows, every second row and column, windows.
+
+    The second windows are shifted; a mask keeps apart what the shift brings together.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 2, 2)
+        self.first, self.second = Attention(), Attention()
+        self.merge, self.out = nn.Linear(4 * WIDTH, WIDTH), nn.Linear(WIDTH, 5)
+        self.bias = nn.Parameter(torch.randn(2, 1, 4, 16, 16))
+
+    def windows(self, x):
+        batch, rows, columns, width = x.shape
+        y = x.view(batch, rows // 4, 4, columns // 4, 4, width).transpose(2, 3)
+        return y.reshape(-1, 16, width)
+
+    def attended(self, attention, x, bias):
+        batch, rows, columns, width = x.shape
+        y = attention(self.windows(x), bias)
+        y = y.view(batch, rows // 4, columns // 4, 4, 4, width).transpose(2, 3)
+        return y.reshape(x.shape)
+
+    def forward(self, x):
+        y = self.patches(x).permute(0, 2, 3, 1)
+        y = y + self.attended(self.first, y, self.bias[0])
+        corners = [y[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]
+        y = self.merge(torch.cat(corners, -1))
+        batch, rows, columns, _ = y.shape
+        last = (torch.arange(rows, device=y.device) >= rows - 2)[:, None]
+        region = last + 2 * (torch.arange(columns, device=y.device) >= columns - 2)
+        region = self.windows(region[None, :, :, None]).squeeze(-1)
+        apart = (region[:, :, None] != region[:, None]) * -100.0
+        bias = self.bias[1] + apart[:, None].repeat(batch, 1, 1, 1).to(y.dtype)
+        z = self.attended(self.second, y.roll((-2, -2), (1, 2)), bias)
+        return self.out((y + z.roll((2, 2), (1, 2))).mean((1, 2)))
+
+
 class Axes(nn.Module):
     """Along rows, then along columns: one of them is in whole on every rank."""
 

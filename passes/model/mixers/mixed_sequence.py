@@ -32,13 +32,18 @@ from ...graph.nodes import (
 from ...graph.sequence_tokens import TokenDim, is_row_parallel_operand
 from ..moves.move_rules import RULES as MOVES
 from ..moves.window_views import windows
-from ..normalize.pad_convolutions import convolved
+from ..normalize.pad_convolutions import CONVOLUTIONS, convolved
 from ..sharding.dim_flows import dim_flows, part_written, token_operands
+from ..sharding.norm_rules import RULES as NORMS
 from ..sharding.sharding_rules import RULES
+from ..sharding.strided_windows import RULES as WINDOWS
 from .dim_class import CREATIONS, DimClass, linked_values
 
 _ANYWHERE = ("mean", "expand_as", "logsigmoid", "log_sigmoid", "prelu")
 """Calls whose rules of ours look where their operand is split."""
+
+OF_POSITIONS = (*CONVOLUTIONS, *WINDOWS, *NORMS)
+"""Calls that make positions of those of their input, in the same dimensions."""
 
 _AS_FLOW_SAYS = (
     "view", "reshape", "flatten", "unflatten", "cat", "matmul", "linear", "mm", "addmm",
@@ -162,6 +167,10 @@ class MixedSequence:
         if spelled(node) in ("view", "reshape", "unflatten"):
             before, after = (expected_shape(fake_value(x)) for x in (source, node))
             return None if windows(before, after, at.dim) is None else at.dim
+        if spelled(node) in OF_POSITIONS:
+            x = canonical_call(node).arguments["input"]
+            size = dim_size(node, at) if at.dim > 1 else 0
+            return None if x is not source or size < self.ranks else at.dim
         if not moves_little(node):
             return None
         flows = part_written(node) or dim_flows(node) or ()

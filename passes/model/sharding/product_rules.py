@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.geometry.lengths import expected, is_divided, is_symbol
+from cpcompile.torch_private.dtensors import StridedShard
 
 from ...flow.dim_maps import Labels
 from ...flow.dim_rules import product_map
@@ -24,7 +25,7 @@ from ...graph.calls import canonical_call, spelled
 from ...graph.new_call import NewCall, with_inputs
 from ...placement.decisions import Propagate, Replace
 from ...placement.graph_values import GraphValues
-from ...placement.token_products import cp_token_products
+from ...placement.token_products import cp_linear_of_parts, cp_token_products
 from ..moves.move_rules import split_dim
 
 _BATCHED = 3  # as many dimensions have products that are a batch
@@ -71,6 +72,8 @@ def linear(known: GraphValues, node: fx.Node) -> Replace | None:
     """
     given = canonical_call(node).arguments
     x, weight, bias = given["input"], given["weight"], given["bias"]
+    if is_of_parts(known, x, weight, bias):
+        return Replace(NewCall(cp_linear_of_parts, (x, weight, bias)))
     dim, value = split_dim(known, x), known.value(x)
     if not dim or any(map(is_symbol, value.shape)):
         return None
@@ -86,6 +89,23 @@ def linear(known: GraphValues, node: fx.Node) -> Replace | None:
     transposed = NewCall(torch.t, (weight,))
     product = NewCall(cp_token_products, (None, x, transposed, (dim, None, dim)))
     return Replace(product if bias is None else NewCall(torch.add, (product, bias)))
+
+
+def is_of_parts(known: GraphValues, x: Any, weight: Any, bias: Any) -> bool:
+    """Tell whether ranks have parts of each sample in a batch, such as windows.
+
+    torch flattens them with what is in a window, for which DTensor has no placement.
+    """
+    value, others = known.value(x), [known.value(y) for y in (weight, bias)]
+    if not isinstance(value, DTensor) or value.ndim < _BATCHED:
+        return False
+    split = [p for p in value.placements if not p.is_replicate()]
+    whole = all(
+        isinstance(y, DTensor) and all(p.is_replicate() for p in y.placements)
+        for y in others
+        if y is not None
+    )
+    return whole and len(split) == 1 and isinstance(split[0], StridedShard)
 
 
 def product_of_plain(known: GraphValues, node: fx.Node) -> Propagate | None:

@@ -29,6 +29,7 @@ from ...graph.new_call import NewCall, with_inputs
 from ...graph.nodes import fake_value, where
 from ...graph.origins import origin
 from ...graph.sequence_tokens import (
+    TokenDim,
     computed_keys,
     exchanged,
     is_row_parallel_operand,
@@ -59,6 +60,7 @@ from ...placement.placement_calls import (
 )
 from ...placement.scan_calls import scanned_in_parts
 from ...placement.scan_parts import cp_scanned_in_parts
+from ...placement.window_attention import cp_window_attention
 from ..attention.find_attention import attention_operands, unrewritten
 from ..functions.chunked_function import chunked_function
 from ..functions.function_bodies import is_autograd_function
@@ -230,6 +232,9 @@ def left_attention(
     """
     call = next(c for c in graph_values.ctx.findings.calls if c.node is node)
     operands = tuple(graph_values.value(x) for x in attention_operands(node))
+    apart = attention_apart(graph_values, node) if distributed else None
+    if apart is not None:
+        return apart
     if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
         if call.obstacle and not call.left_alone:
             warn_once(
@@ -241,6 +246,35 @@ def left_attention(
     if graph_values.ctx.strict:
         raise RewriteError(message)
     return FallBack(message)  # one mask: all ranks have the same random state
+
+
+def attention_apart(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Decide on attention of batch entries that ranks share out, such as windows."""
+    given = canonical_call(node).arguments
+    if spelled(node) != "scaled_dot_product_attention" or fake_value(
+        given["dropout_p"]
+    ):
+        return None  # numbers for all entries are drawn at once
+    operands = [given[name] for name in ("query", "key", "value")]
+    placements = [getattr(known.value(x), "placements", None) for x in operands]
+    if placements[0] is None or placements.count(placements[0]) < len(placements):
+        return None
+    placement = placements[0][known.ctx.axis]
+    split = [p for p in placements[0] if not p.is_replicate()]
+    if split != [placement] or getattr(placement, "dim", None) != 0:
+        return None
+    mask = given["attn_mask"]
+    if mask is not None:
+        value = known.value(mask)
+        if any(not p.is_replicate() for p in getattr(value, "placements", ())):
+            return None
+        if value.ndim == fake_value(node).ndim and value.shape[0] > 1:
+            outer = getattr(placement, "split_factor", 1)
+            mask = known.cut(mask, TokenDim(0, outer))
+        elif not isinstance(value, DTensor):
+            mask = NewCall(cp_replicate, (mask, known.on))
+    numbers = [given[name] for name in ("is_causal", "scale", "enable_gqa")]
+    return Replace(NewCall(cp_window_attention, (*operands, mask, *numbers)))
 
 
 def unfold(graph_values: GraphValues, node: fx.Node) -> Decision | None:

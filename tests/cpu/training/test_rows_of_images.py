@@ -12,6 +12,7 @@ from tests.cpu.against_one_process import run, warnings
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations
 from tests.support.forms.normalised_forms import NORMS, Normalised, Patches, Rows
+from tests.support.grids import Stages
 
 
 def compared(
@@ -30,7 +31,7 @@ def compared(
             found = {}
             for step in range(2):
                 torch.manual_seed(step)
-                x = torch.randn(2, 3, rows, 12, dtype=torch.float64)
+                x = torch.randn(2, 3, rows, 16, dtype=torch.float64)
                 results = run(call, x.requires_grad_(), module)
                 found |= {f"{name} of {step}": y for name, y in results.items()}
             values.append(
@@ -69,6 +70,20 @@ def test_a_stem_before_attention(pools, options, world):
         assert explained.work_ratio() < 1.3
         (graph,) = explained.graphs
         assert [(x.name, x.dim) for x in graph.inputs] == [("x", 2)]
+
+
+@pytest.mark.slow(but=["2"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_windows_of_rows(pools, world):
+    """They are of the rank's rows, with a mask and a learned bias: no message."""
+    for found, texts, explained in pools[world].run(
+        compared, Stages, 64, world, True, {}
+    ):
+        check(found)
+        assert texts == []
+        assert explained.work_ratio() < 1.1
+        (graph,) = explained.graphs
+        assert [x.in_windows for x in graph.calls] == [True, True]
 
 
 def test_one_convolution_is_not_shared_by_rows(pools):

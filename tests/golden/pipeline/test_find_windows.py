@@ -5,7 +5,7 @@ import torch
 
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
-from tests.support.grids import MODULES, WIDTH
+from tests.support.grids import MODULES, WIDTH, Stages
 
 in_two = pytest.mark.parametrize("mesh_of", [2], indirect=True)
 
@@ -23,9 +23,10 @@ def test_windows_are_left_alone(mesh_of):
     assert captured["find_windows"].rewrites == 1
     assert len(captured.ctx.findings.plans) == 1
     assert_golden(
-        captured.lines("scaled_dot_product", "ring_attention", "cp_replicated"),
+        captured.lines("window_attention(", "ring_attention", "cp_replicated"),
         """\
-y_6 = scaled_dot_product_attention(q, k, v, attn_mask=None)  # [4, 4, 16, 8] S(0)
+cp_window_attention = cp_window_attention(q, k, v, None, False, None,
+    False)  # [4, 4, 16, 8] S(0)
 ring_attention_default = cp.ring_attention(q_1, k_1, v_1, sizes=[64, 64],
     spec='scale=0.353553', group=GROUP)
 getitem_6 = ring_attention_default[0]  # [1, 4, 64, 8] S(2)""",
@@ -53,3 +54,34 @@ def test_a_twin_has_its_tokens_in_the_sequence(mesh_of):
     )
     assert captured["find_windows"].rewrites == 0
     assert len(captured.ctx.findings.plans) == 1
+
+
+@in_two
+def test_windows_of_the_rows_of_an_image(mesh_of):
+    """A mask for each window is cut as the windows are; a bias is the same for all."""
+    captured = capture(Stages(), torch.zeros(2, 3, 64, 16), mesh=mesh_of)
+    assert captured["find_windows"].rewrites == 2
+    assert "cp_replicated" not in captured.text
+    assert_golden(
+        captured.lines("window_attention(", "flatten_"),
+        """\
+unflatten_1 = .unflatten(y_3, -1, (4, -1))  # [32, 16, 4, 8] _S(0, 2)
+k = .transpose(unflatten_1, 1, 2)  # [32, 4, 16, 8] _S(0, 2)
+unflatten_2 = .unflatten(y_4, -1, (4, -1))  # [32, 16, 4, 8] _S(0, 2)
+v = .transpose(unflatten_2, 1, 2)  # [32, 4, 16, 8] _S(0, 2)
+cp_window_attention = cp_window_attention(q, k, v, getitem, False, None,
+    False)  # [32, 4, 16, 8] _S(0, 2)
+unflatten_3 = .unflatten(y_12, -1, (4, -1))  # [8, 16, 4, 8] _S(0, 2)
+q_1 = .transpose(unflatten_3, 1, 2)  # [8, 4, 16, 8] _S(0, 2)
+unflatten_4 = .unflatten(y_13, -1, (4, -1))  # [8, 16, 4, 8] _S(0, 2)
+k_1 = .transpose(unflatten_4, 1, 2)  # [8, 4, 16, 8] _S(0, 2)
+unflatten_5 = .unflatten(y_14, -1, (4, -1))  # [8, 16, 4, 8] _S(0, 2)
+v_1 = .transpose(unflatten_5, 1, 2)  # [8, 4, 16, 8] _S(0, 2)
+unflatten_6 = unflatten(bias, 0, (2, -1))  # [2, 4, 4, 16, 16] R
+cp_shard_1 = cp_shard(unflatten_6, 1)  # [2, 4, 4, 16, 16] S(1)
+flatten_2 = flatten(cp_shard_1, 0, 1)  # [8, 4, 16, 16] _S(0, 2)
+cp_window_attention_1 = cp_window_attention(q_1, k_1, v_1, flatten_2, False, None,
+    False)  # [8, 4, 16, 8] _S(0, 2)
+flatten_1 = .flatten(transpose_11, 2)  # [8, 16, 32] _S(0, 2)
+y_16 = linear(flatten_1, cp_replicate_11, cp_replicate_12)  # [8, 16, 32] _S(0, 2)""",
+    )
