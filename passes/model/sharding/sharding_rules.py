@@ -256,6 +256,8 @@ def attention_apart(known: GraphValues, node: fx.Node) -> Decision | None:
     ):
         return None  # numbers for all entries are drawn at once
     operands = [given[name] for name in ("query", "key", "value")]
+    if known.joint_of(node) is not None:
+        return None
     placements = [getattr(known.value(x), "placements", None) for x in operands]
     if placements[0] is None or placements.count(placements[0]) < len(placements):
         return None
