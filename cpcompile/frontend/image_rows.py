@@ -15,7 +15,7 @@ what tokens are, rows are all that can be shared out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -51,8 +51,10 @@ class ImageRows:
 
         Each with the number of products on the way.
         """
-        rows = self._rows(self._begun(self._dims(tokens)))
-        return {x: len(_products_after(x[0], rows)) for x in self._inputs(rows)}
+        dims = self._dims(tokens)
+        rows = self._rows(self._begun(dims))
+        makers = rows.keys() | dims.begins
+        return {x: len(_products_after(x[0], makers)) for x in self._inputs(rows)}
 
     def of_convolutions(self) -> list[Rows]:
         """Return the inputs with rows that convolutions read.
@@ -129,12 +131,12 @@ def _before(node: fx.Node, dim: int) -> Rows | None:
     return source.node, next(iter(parts))
 
 
-def _products_after(node: fx.Node, rows: dict[fx.Node, set[int]]) -> list[fx.Node]:
-    """Return the products among values with rows that are made of a value's."""
+def _products_after(node: fx.Node, among: Set[fx.Node]) -> list[fx.Node]:
+    """Return the products that are made of a value, and of what is made of it."""
     open_nodes, seen = [node], {node}
     while open_nodes:
         for user in open_nodes.pop().users:
-            if user in rows and user not in seen:
+            if user in among and user not in seen:
                 seen.add(user)
                 open_nodes.append(user)
     return [x for x in seen if is_product(x)]
