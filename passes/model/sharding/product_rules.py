@@ -67,13 +67,12 @@ def linear(known: GraphValues, node: fx.Node) -> Replace | None:
     """Compute a linear layer on the uneven rows of a grid that a rank has.
 
     x: [B, 9, 8, C] S(1) on 2 ranks. torch flattens all but the channels; DTensor has
-    no placement for 5 and 4 rows of 8 tokens. Tokens along dimension 0 are rows, which
-    row_parallel.py takes.
+    no placement for 5 and 4 rows of 8 tokens.
     """
     given = canonical_call(node).arguments
     x, weight, bias = given["input"], given["weight"], given["bias"]
-    if is_of_parts(known, x, weight, bias):
-        return Replace(NewCall(cp_linear_of_parts, (x, weight, bias)))
+    if _is_batch_of_parts(known, known.value(x)):
+        return linear_of_parts(known, node)
     dim, value = split_dim(known, x), known.value(x)
     if not dim or any(map(is_symbol, value.shape)):
         return None
@@ -91,21 +90,40 @@ def linear(known: GraphValues, node: fx.Node) -> Replace | None:
     return Replace(product if bias is None else NewCall(torch.add, (product, bias)))
 
 
-def is_of_parts(known: GraphValues, x: Any, weight: Any, bias: Any) -> bool:
-    """Tell whether ranks have parts of each sample in a batch, such as windows.
+def linear_of_parts(known: GraphValues, node: fx.Node) -> Replace | None:
+    """Compute a linear layer of a rank's part, whatever dimension but channels is cut.
 
-    torch flattens them with what is in a window, for which DTensor has no placement.
+    DTensor has no placement for all rows of uneven parts, and where the gradient comes
+    in others than the result, its backward fails.
     """
+    given = canonical_call(node).arguments
+    x, weight, bias = given["input"], given["weight"], given["bias"]
     value, others = known.value(x), [known.value(y) for y in (weight, bias)]
-    if not isinstance(value, DTensor) or value.ndim < _BATCHED:
-        return False
-    split = [p for p in value.placements if not p.is_replicate()]
     whole = all(
         isinstance(y, DTensor) and all(p.is_replicate() for p in y.placements)
         for y in others
         if y is not None
     )
-    return whole and len(split) == 1 and isinstance(split[0], StridedShard)
+    if not isinstance(value, DTensor) or not whole:
+        return None
+    split = [p for p in value.placements if not p.is_replicate()]
+    if len(split) != 1 or getattr(split[0], "dim", -1) not in range(value.ndim - 1):
+        return None
+    return Replace(NewCall(cp_linear_of_parts, (x, weight, bias)))
+
+
+def _is_batch_of_parts(known: GraphValues, value: Any) -> bool:
+    """Tell whether ranks have parts of a batch that torch flattens with what is inside.
+
+    Parts of each sample, such as windows, or uneven numbers of frames.
+    """
+    if not isinstance(value, DTensor) or value.ndim < _BATCHED:
+        return False
+    placement = value.placements[known.ctx.axis]
+    batch, *inside, _ = value.shape
+    is_uneven = not is_symbol(batch) and batch % known.ctx.ranks != 0
+    of_frames = placement == Shard(0) and is_uneven and math.prod(inside) != 1
+    return of_frames or isinstance(placement, StridedShard)
 
 
 def product_of_plain(known: GraphValues, node: fx.Node) -> Propagate | None:

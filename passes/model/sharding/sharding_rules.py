@@ -72,7 +72,12 @@ from ..mutation.write_rules import in_place, write_part
 from ..normalize.pad_convolutions import CONVOLUTIONS, convolution
 from .flattened_tokens import flattened_tokens
 from .norm_rules import RULES as OF_NORMS
-from .product_rules import linear, product_of_plain, token_products
+from .product_rules import (
+    linear,
+    linear_of_parts,
+    product_of_plain,
+    token_products,
+)
 from .sharded_losses import class_loss, elementwise_loss
 from .strided_windows import RULES as OF_WINDOWS
 from .strided_windows import overlapping_windows, strided_convolution
@@ -113,7 +118,9 @@ def decide(graph_values: GraphValues, node: fx.Node, distributed: bool) -> Decis
         return write_part(graph_values, node, steps)
     reason = graph_values.ctx.findings.fallback_calls.get(origin(node) or "")
     if distributed and reason is not None and not is_cp_attention(node):
-        return FallBack(reason)
+        of_layer = spelled(node) == "linear"
+        in_parts = linear_of_parts(graph_values, node) if of_layer else None
+        return in_parts or FallBack(reason)
     if distributed and node.target is write_rows:
         return placed_rows(graph_values, node, node.args[0])
     unknown = unknown_size(graph_values, node) if distributed else None
