@@ -8,11 +8,12 @@ cp_channel_norm(x, (0, 2, 3), ..)     two messages of [C] numbers
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
+
+from cpcompile.geometry.lengths import expected
 
 from ...graph.calls import canonical_call
 from ...graph.new_call import NewCall
@@ -52,7 +53,7 @@ def _by_sums(known: GraphValues, node: fx.Node, dims: Sequence[int]) -> Replace 
     is_kept = None not in running
     if not _is_split(known, x) or not (dims or is_kept):
         return None
-    if dims and math.prod(fake_value(x).shape[dim] for dim in dims) == 1:
+    if dims and all(expected(fake_value(x).shape[dim]) == 1 for dim in dims):
         return None  # torch refuses a variance of one value
     scale = (given["weight"], given["bias"])
     kept = running if is_kept else None

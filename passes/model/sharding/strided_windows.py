@@ -24,7 +24,7 @@ import torch
 import torch.fx as fx
 
 from cpcompile.geometry.layout import leaves_ranks_empty
-from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
+from cpcompile.geometry.lengths import LengthNotSymbolic, is_same, is_symbol
 from cpcompile.ops.dtensor.padded_convolution import (
     padded_convolution,
     window_counts,
@@ -106,12 +106,12 @@ def adaptive_pool(known: GraphValues, node: fx.Node) -> Decision | None:
     """Decide on a mean of so many equal windows of tokens, or of all of them."""
     call = canonical_call(node)
     x, dims = call.arguments["input"], int(call.name[-2])
+    before, after = (fake_value(y).shape[-dims:] for y in (x, node))
+    if split_dim(known, x) is not None and all(is_same(n, 1) for n in after):
+        return Again(NewCall(torch.mean, (x, list(range(-dims, 0)), True)))
     i = _position(known, x, dims)
     if i is None:
         return None
-    before, after = (fake_value(y).shape[-dims:] for y in (x, node))
-    if all(n == 1 for n in after):
-        return Again(NewCall(torch.mean, (x, list(range(-dims, 0)), True)))
     if any(not n or size % n for size, n in zip(before, after, strict=True)):
         return None
     sizes = tuple(size // n for size, n in zip(before, after, strict=True))
