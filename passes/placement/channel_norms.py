@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement
 
-from .placement_calls import cp_mean, cp_whole
+from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.padded_convolution import whole_weight
+
+from .placement_calls import cp_whole
 
 
 def cp_channel_norm(
@@ -21,7 +24,7 @@ def cp_channel_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-) -> Tensor:
+) -> DTensor:
     """Normalise by the mean and variance of all entries along some dimensions.
 
     Ranks send sums, one number for each mean and one for each variance, and no entry.
@@ -29,39 +32,77 @@ def cp_channel_norm(
     a mean of squares would lose the digits of a large mean.
 
     Args:
-        x: [B, C, ..], sharded along any dimensions.
-        dims: those that a mean is over. Without any, x is normalised by `running`.
+        x: [B, C, ..], sharded along any dimensions but 1.
+        dims: those that a mean is over: positions, and perhaps 0. Without any, x is
+            normalised by `running`.
         running: a mean and a variance, [C]; with dims they are brought up to date, in
             place.
         momentum: how much of x's own mean and variance enters these.
-        weight, bias: [C].
+        weight, bias: [C], the same on every rank.
         eps: added to the variance.
     """
-    wide = _wide(x)
-    if dims:
-        mean, variance, centred = _of_entries(wide, dims)
-        if running is not None:
-            count = math.prod(x.shape[dim] for dim in dims)
-            unbiased = variance * (count / (count - 1))
-            _update(running, (mean, unbiased), momentum)
-    else:
+    own = _wide(local_part(x))
+    if not dims:
         assert running is not None
-        mean, variance = (_per_channel(numbers, wide) for numbers in running)
-        centred = wide - mean
-    return _scaled(centred * torch.rsqrt(variance + eps), weight, bias).to(x.dtype)
+        mean, variance = (_per_channel(_local(r), own) for r in running)
+        return _placed((own - mean) * torch.rsqrt(variance + eps), x, weight, bias)
+    means = _Mean.of(x, own, 0 in dims)
+    centred = own - means.own
+    variances = _Mean.of(x, centred * centred, 0 in dims)
+    if running is not None:
+        unbiased = variances.entries / (variances.entries - 1)
+        _update(running[0], means.whole, 1.0, momentum)
+        _update(running[1], variances.whole, unbiased, momentum)
+    return _placed(centred * torch.rsqrt(variances.own + eps), x, weight, bias)
 
 
 def cp_group_norm(
     x: DTensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
+) -> DTensor:
     """Normalise by the mean and variance of each group of channels of each sample.
 
     x: [B, C, ..]; weight, bias: [C]. See cp_channel_norm.
     """
-    grouped = _wide(x).unflatten(1, (groups, -1))
-    _, variance, centred = _of_entries(grouped, range(2, grouped.ndim))
+    own = _wide(local_part(x)).unflatten(1, (groups, -1))
+    centred = own - _Mean.of(x, own, False).own
+    variance = _Mean.of(x, centred * centred, False).own
     normal = (centred * torch.rsqrt(variance + eps)).flatten(1, 2)
-    return _scaled(normal, weight, bias).to(x.dtype)
+    return _placed(normal, x, weight, bias)
+
+
+class _Mean(NamedTuple):
+    """A mean over positions: of all samples, and those that this rank needs."""
+
+    whole: DTensor
+    own: Tensor
+    entries: int
+
+    @classmethod
+    def of(cls, x: DTensor, entries: Tensor, over_batch: bool) -> _Mean:
+        """Compute it from the entries of this rank, which are placed as x.
+
+        entries: [B, C, ..], or with channels in groups.
+        """
+        dims = [*([0] if over_batch else []), *range(2, entries.ndim)]
+        ones = [1] * (entries.ndim - 2)
+        shape = torch.Size(
+            (1 if over_batch else x.shape[0], entries.shape[1], *ones),
+        )
+        count = x.numel() // math.prod(shape)
+        sums: list[Placement] = [
+            p if p.is_replicate() or (p.is_shard(0) and not over_batch) else Partial()
+            for p in x.placements
+        ]
+        summand = DTensor.from_local(
+            entries.sum(dims, keepdim=True) / count,
+            x.device_mesh,
+            sums,
+            run_check=False,
+            shape=shape,
+            stride=contiguous_strides(shape),
+        )
+        whole = cp_whole(summand)
+        return cls(whole, local_part(whole, sums), count)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -69,32 +110,37 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _of_entries(x: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and variance along dims, which they keep, and x without its mean."""
-
-    def mean_of(entries: Any) -> DTensor:
-        return cp_whole(cp_mean(entries, tuple(dims), True, None))  # type: ignore[arg-type]
-
-    mean = mean_of(x)
-    centred = x - mean
-    return mean, mean_of(centred * centred), centred
-
-
-def _update(
-    running: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], momentum: float
-) -> None:
+def _update(kept: Tensor, new: DTensor, factor: float, momentum: float) -> None:
     """Move running statistics, [C], towards new ones, [1 or B, C, ..]."""
-    for kept, value in zip(running, new, strict=True):
-        own = value.detach().mean(0).flatten().to(kept.dtype)
-        if isinstance(own, DTensor) and not isinstance(kept, DTensor):
-            own = own.full_tensor()
-        kept.lerp_(own, momentum)
+    mean = (new.detach().mean(0).flatten() * factor).to(kept.dtype)
+    if isinstance(mean, DTensor) and not isinstance(kept, DTensor):
+        mean = mean.full_tensor()
+    kept.lerp_(mean, momentum)
 
 
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _placed(
+    own: Tensor, x: DTensor, weight: Tensor | None, bias: Tensor | None
+) -> DTensor:
+    """Return the normal entries of this rank, scaled, as x is placed."""
+    grads: list[Placement] = [
+        p if p.is_replicate() else Partial() for p in x.placements
+    ]
     if weight is not None:
-        x = x * _per_channel(weight, x)
-    return x if bias is None else x + _per_channel(bias, x)
+        own = own * _per_channel(whole_weight(weight, grads), own)
+    if bias is not None:
+        own = own + _per_channel(whole_weight(bias, grads), own)
+    return DTensor.from_local(
+        own.to(x.dtype).contiguous(),
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=x.shape,
+        stride=contiguous_strides(x.shape),
+    )
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _per_channel(numbers: Tensor, x: Tensor) -> Tensor:

@@ -41,9 +41,10 @@ def group_norm(known: GraphValues, node: fx.Node) -> Replace | None:
     """Decide on a normalisation over groups of channels, and all positions."""
     given = canonical_call(node).arguments
     x, groups = given["input"], given["num_groups"]
-    if not _is_split(known, x, 2):
+    scale = (given["weight"], given["bias"])
+    if not _is_split(known, x, 2) or not all(_is_whole(known, y) for y in scale):
         return None  # DTensor shares out samples
-    args = (x, groups, given["weight"], given["bias"], given["eps"])
+    args = (x, groups, *scale, given["eps"])
     return Replace(NewCall(cp_group_norm, args))
 
 
@@ -51,21 +52,38 @@ def _by_sums(known: GraphValues, node: fx.Node, dims: Sequence[int]) -> Replace 
     given = canonical_call(node).arguments
     x, running = given["input"], (given["running_mean"], given["running_var"])
     is_kept = None not in running
+    scale = (given["weight"], given["bias"])
     if not _is_split(known, x) or not (dims or is_kept):
+        return None
+    if not all(_is_whole(known, y) for y in scale):
         return None
     if dims and all(expected(fake_value(x).shape[dim]) == 1 for dim in dims):
         return None  # torch refuses a variance of one value
-    scale = (given["weight"], given["bias"])
     kept = running if is_kept else None
     args = (x, tuple(dims), kept, given["momentum"], *scale, given["eps"])
     return Replace(NewCall(cp_channel_norm, args))
 
 
 def _is_split(known: GraphValues, x: fx.Node, first: int = 0) -> bool:
-    """Tell whether ranks share out entries along a dimension from `first` on."""
+    """Tell whether ranks share out entries along a dimension from `first` on.
+
+    Not along channels, each of which has a mean of its own.
+    """
     value = known.value(x)
     placements = value.placements if isinstance(value, DTensor) else ()
-    return any(getattr(p, "dim", -1) >= first for p in placements)
+    split = [p for p in placements if not p.is_replicate()]
+    dims = [getattr(p, "dim", 1) for p in split]  # 1 for a sum that waits
+    return 1 not in dims and any(dim >= first for dim in dims)
+
+
+def _is_whole(known: GraphValues, x: fx.Node | None) -> bool:
+    """Tell whether every rank has a parameter, and gets a summand of its gradient."""
+    if x is None:
+        return True
+    value = known.value(x)
+    if isinstance(value, DTensor):
+        return all(p.is_replicate() for p in value.placements)
+    return not value.requires_grad
 
 
 RULES = {

@@ -11,7 +11,13 @@ import cpcompile as cp
 from tests.cpu.against_one_process import run, warnings
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations
-from tests.support.forms.normalised_forms import NORMS, Normalised, Patches, Rows
+from tests.support.forms.normalised_forms import (
+    NORMS,
+    FlattenedBatch,
+    Normalised,
+    Patches,
+    Rows,
+)
 from tests.support.grids import Stages
 
 
@@ -84,6 +90,16 @@ def test_windows_of_rows(pools, world):
         assert explained.work_ratio() < 1.1
         (graph,) = explained.graphs
         assert [x.in_windows for x in graph.calls] == [True, True]
+
+
+def test_tokens_flattened_with_their_batch(pools):
+    for found, texts, explained in pools[2].run(
+        compared, FlattenedBatch, 16, 2, True, {}
+    ):
+        check(found)
+        assert texts == []
+        sent = [x for x in explained.graphs[0].accounts for x in x.exchanges]
+        assert max(x.bytes for x in sent) < 4096  # parameters', and sums
 
 
 def test_one_convolution_is_not_shared_by_rows(pools):

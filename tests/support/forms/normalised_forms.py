@@ -69,6 +69,20 @@ class Rows(nn.Module):
         return self.out(y.mean(1))
 
 
+class FlattenedBatch(nn.Module):
+    """x: [B, 3, H, W] -> [B, 5]: a batch norm of tokens, flattened with their batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, WIDTH, 3, stride=2, padding=1)
+        self.norm, self.out = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x).flatten(2).mT
+        y = self.norm(y.flatten(0, 1)).reshape_as(y)
+        return self.out(y).relu().mean(1)
+
+
 class Patches(nn.Module):
     """x: [B, 3, H, W] -> [B, 5]: one convolution makes tokens."""
 
