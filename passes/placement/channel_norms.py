@@ -63,7 +63,7 @@ def cp_group_norm(
 
     x: [B, C, ..]; weight, bias: [C]. See cp_channel_norm.
     """
-    own = _wide(local_part(x)).unflatten(1, (groups, -1))
+    own = _wide(local_part(x)).unflatten(1, (groups, x.shape[1] // groups))
     centred = own - _Mean.of(x, own, False).own
     variance = _Mean.of(x, centred * centred, False).own
     normal = (centred * torch.rsqrt(variance + eps)).flatten(1, 2)
