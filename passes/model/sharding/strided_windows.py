@@ -35,7 +35,7 @@ from cpcompile.ops.dtensor.windowed_pool import POOLS, windowed_pool
 from ...graph.calls import canonical_call
 from ...graph.new_call import NewCall
 from ...graph.nodes import fake_value
-from ...placement.decisions import Again, Decision, Replace
+from ...placement.decisions import Again, Decision, FallBack, Replace
 from ...placement.graph_values import GraphValues
 from ..moves.move_rules import is_split, move_tokens, split_dim
 from ..normalize.pad_convolutions import CONVOLUTIONS, of_dims, padded_call
@@ -56,8 +56,8 @@ def strided_convolution(known: GraphValues, node: fx.Node) -> Decision | None:
         return _at_every_token(known, call, i, dim, count)
     reach = dilation[i] * (taps - 1)
     spans = _spans(known, x, dim, (reach, stride[i], padding[i][0]), count)
-    if spans is None:
-        return None
+    if spans is None:  # DTensor's own convolution fails in the backward
+        return FallBack("ranks would have no results, or need all positions")
     numbers = (stride, _with(padding, i, (0, 0)), dilation, groups)
     args = (spans, weight, bias, *numbers, dim)
     return _first(known, NewCall(padded_convolution, args), dim, count)

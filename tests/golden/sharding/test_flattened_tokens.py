@@ -84,11 +84,13 @@ def test_the_module_of_torch(mesh, caplog):
         return x + module(x, x, x, need_weights=False)[0]
 
     found = sharded(call, mesh, 3, 37, 8)
-    text = lines_with(body(found), "row_parallel", "gather", "replicated", "attention")
+    names = ("row_parallel", "of_parts", "gather", "replicated", "attention")
+    text = lines_with(body(found), *names)
     assert_golden(
         text,
         """\
-linear_default = cp_row_parallel(linear.default, query, cp_replicate_1, cp_replicate)
+cp_linear_of_parts = cp_linear_of_parts(query, cp_replicate_1, cp_replicate)
+unflatten_int = aten.unflatten.int(cp_linear_of_parts, dim=-1, sizes=[3, 8])
 ring_attention_default = cp.ring_attention(view_default_3, view_default_4,
     view_default_5, sizes=[37, 37], spec='scale=0.5', group=GROUP)
 getitem_1 = ring_attention_default[0]
