@@ -71,21 +71,27 @@ def test_group_norm_backward_of_samples_on_each_rank(mesh, samples, weighted):
                 assert_close(name, mine.full_tensor().reconcile(), one)
 
 
-@pytest.mark.parametrize("function", [F.softplus, F.leaky_relu, F.elu, F.mish])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(F.softplus, F.leaky_relu, F.elu, F.mish, F.hardswish, F.hardsigmoid),
+        *(F.relu6, F.softshrink, F.hardshrink),
+    ],
+)
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
 def test_backward_by_elements_needs_no_decomposition(
     mesh, function, placement, monkeypatch
 ):
-    strategy = DTensor._op_dispatcher.sharding_propagator.decomp_strategy
-    monkeypatch.setattr(strategy, "propagate_strategy", None)
     part, grad = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
     want = torch.autograd.grad(function(part), part, grad)[0]
     x, g = (
         DTensor.from_local(y.detach(), mesh, [placement], run_check=False)
         for y in (part, grad)
     )
-    x.requires_grad_()
-    got = torch.autograd.grad(function(x), x, g)[0]
+    y = function(x.requires_grad_())
+    strategy = DTensor._op_dispatcher.sharding_propagator.decomp_strategy
+    monkeypatch.setattr(strategy, "propagate_strategy", None)
+    got = torch.autograd.grad(y, x, g)[0]
     assert got.placements == (placement,)
     assert torch.equal(got.to_local(), want)
 
