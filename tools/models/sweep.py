@@ -143,6 +143,8 @@ def tried(pools: Pools, name: str, seconds: float) -> dict[str, Any]:
         if exactly.verdict is Verdict.EXACT:
             text = f"in float64 {exactly.error:.0e}; in float32 {outcome.text}"
             row |= {"verdict": exactly.verdict.value, "text": text}
+        else:
+            row["text"] = f"in float64: {exactly.text}"
     if outcome.verdict in (Verdict.REFUSED, Verdict.CRASH):
         problem = _without_us(pools, name, seconds)
         if problem is not None:
