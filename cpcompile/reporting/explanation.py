@@ -28,6 +28,11 @@ _HEADER = (
     *("attention", "q", "k/v", "mask", "layout", "strategy", "ranks", "kernel"),
     *("ms", "exposed", "runner-up", "excluded"),
 )
+_BY_HAND = {
+    "batch": "attention by hand, own entries of the batch",
+    "rows": "attention by hand, rows of own queries",
+    None: "attention by hand, on every rank",
+}
 _MEASURED = ("measured", "exposed")
 
 
@@ -180,10 +185,7 @@ def _rows(
             f"{made[0].made_of}{others}"
         )
     notes += [str(x) for x in graph.mixers]
-    notes += [f"attention by hand that stays: {at}: {why}" for at, why in graph.left]
-    notes += [
-        f"attention by rows of queries: {at}: {why}" for at, why in graph.row_parallel
-    ]
+    notes += [f"{_BY_HAND[x.form]}: {x.path}: {x.reason}" for x in graph.by_hand]
     notes += [f"gathered output: {text}" for text in graph.gathered]
     return rows, notes
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.fx as fx
+from torch.distributed.tensor import DTensor
 
 from cpcompile.accounting.graph_account import GraphAccount
 from cpcompile.cost.mixer_plan import MixerPlan
@@ -138,6 +140,33 @@ def _mask(call: AttentionCall, mask: Mask | None) -> str:
 
 
 @dataclass(frozen=True)
+class AttentionByHand:
+    """Attention that is written by hand and stays so, with its scores and weights.
+
+    form: what a rank has, as `part_of_attention` says. reason: why it stays.
+    """
+
+    path: str
+    form: str | None
+    reason: str
+
+
+def part_of_attention(softmax: fx.Node, ctx: Context) -> str | None:
+    """Return what a rank has of the weights of attention that is written by hand.
+
+    "batch" for whole rows of its own entries of the batch, such as windows, or of its
+    own heads; "rows" for its own queries, with the keys of all ranks; None for all.
+    """
+    value = fake_value(softmax)
+    if not isinstance(value, DTensor):
+        return None
+    dim = getattr(value.placements[ctx.axis], "dim", None)
+    if dim is None:
+        return None
+    return "batch" if dim < value.ndim - 2 else "rows"  # queries and keys are the last
+
+
+@dataclass(frozen=True)
 class ShardedInput:
     """An argument whose tokens are shared out, and whether the user said so."""
 
@@ -157,9 +186,7 @@ class GraphReport:
 
     inputs: arguments that are sharded.
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
-    left: (path, why) of attention by hand that stays as it is.
-    row_parallel: (path, why) of attention by hand where each rank has the weights of
-        its own queries.
+    by_hand: attention that is written by hand and stays so.
     padded: whether a length that the ranks do not divide is padded inside.
     tiles: regions that run tile by tile. later: results that are made after it, once
     more. saved: what a budget lets the forward save.
@@ -181,8 +208,7 @@ class GraphReport:
     began: tuple[str, ...] = ()
     padded: bool = False
     gradients: tuple[str, ...] = ()
-    left: tuple[tuple[str, str], ...] = ()
-    row_parallel: tuple[tuple[str, str], ...] = ()
+    by_hand: tuple[AttentionByHand, ...] = ()
     tiles: tuple[TiledRegion, ...] = ()
     later: tuple[str, ...] = ()
     saved: tuple[Saved, ...] = ()
@@ -215,11 +241,12 @@ class GraphReport:
             began=tuple(ctx.findings.token_origins),
             padded=ctx.padding is not None,
             gradients=_gradients(ctx),
-            left=tuple(
-                (module_path(x), why) for x, why in ctx.findings.unmatched_attention
-            ),
-            row_parallel=tuple(
-                (module_path(x), why) for x, why in ctx.findings.row_parallel
+            by_hand=tuple(
+                AttentionByHand(module_path(x), part_of_attention(x, ctx), why)
+                for x, why in (
+                    *ctx.findings.unmatched_attention,
+                    *ctx.findings.row_parallel,
+                )
             ),
             tiles=tuple(tiling.found),
             later=tuple(x.name for x in ctx.findings.later_results),

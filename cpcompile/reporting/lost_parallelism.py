@@ -23,9 +23,9 @@ from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.nodes import expected_shape, fake_value, where
-from cpcompile.passes.model.patterns.unmatched import is_product
+from cpcompile.passes.model.patterns.unmatched import NOT_KNOWN, is_product
 from cpcompile.reporting.break_texts import place_text, reason_text, way_out
-from cpcompile.reporting.graph_report import GraphReport
+from cpcompile.reporting.graph_report import GraphReport, part_of_attention
 from cpcompile.torch_patches.graph_breaks import SourceLine, break_at, breaks
 
 _NAME_IT = 'options={"shard": {"argument": dim}}'
@@ -73,7 +73,6 @@ def warn_about_losses(
         if not (nested or attended):
             _about_nothing(gm, ctx, report)
     _about_attention_patterns(ctx, report, sharded)
-    _about_rows(ctx, report, sharded)
     _about_break(gm, ctx, report)
     if attended:
         _about_break_before(report)
@@ -108,27 +107,46 @@ def _about_attention_alone(ctx: Context, report: GraphReport) -> None:
 
 
 def _about_attention_patterns(ctx: Context, report: GraphReport, sharded: bool) -> None:
-    """Warn about attention by hand: scores, softmax and values in separate calls."""
-    unmatched = ctx.findings.unmatched_attention or (
-        [] if sharded else ctx.findings.row_parallel
-    )
-    if not unmatched:
+    """Warn about attention by hand: scores, softmax and values in separate calls.
+
+    Nothing is lost where a rank has its own entries of the batch, such as windows.
+    """
+    by_hand = [*ctx.findings.unmatched_attention, *ctx.findings.row_parallel]
+    if by_hand and not sharded:
+        softmax, why = by_hand[0]
+        warn_once(
+            f"{report.frame}: attention is written by hand at "
+            f"{_first([x for x, _ in by_hand])}, so that no input could be inferred to "
+            f"carry the sequence, and every rank computes everything ({why}); name the "
+            f"input in {_NAME_IT}, or {_CALL_IT}"
+        )
         return
-    (node, why), count = unmatched[0], len(unmatched) - 1
-    more = f" (and {count} more)" if count else ""
-    what = f"{report.frame}: attention is written by hand at {where(node)}{more}"
-    fix = f"call F.{_ATTENTION} (nn.MultiheadAttention does with need_weights=False)"
-    if sharded:
-        warn_once(
-            f"{what}, and is not shared out, because {why}: "
-            f"{_holds(node, ctx, 'scores')}; {fix}"
-        )
-    else:
-        warn_once(
-            f"{what}, so that no input could be inferred to carry the sequence, and "
-            f"every rank computes everything ({why}); name the input in {_NAME_IT}, "
-            f"or {fix}"
-        )
+    groups: dict[tuple[str | None, str], list[fx.Node]] = {}
+    for softmax, why in by_hand:
+        groups.setdefault((part_of_attention(softmax, ctx), why), []).append(softmax)
+    for (part, why), nodes in groups.items():
+        if part is None:
+            warn_once(
+                f"{report.frame}: attention is written by hand at {_first(nodes)}, and "
+                f"is not shared out, because {why}: {_holds(nodes[0], ctx, 'scores')}; "
+                f"{_CALL_IT}"
+            )
+        elif part == "rows":
+            read_twice = (
+                "needed weights that nothing else reads (need_weights=False, "
+                f"output_attentions=False), or F.{_ATTENTION}, to hold a part at a time"
+            )
+            warn_once(
+                f"{report.frame}: attention at {_first(nodes)} is computed by rows of "
+                f"queries, because {why}: {_holds(nodes[0], ctx, 'weights')}; "
+                f"{_CALL_IT if why == NOT_KNOWN else read_twice}"
+            )
+
+
+def _first(nodes: list[fx.Node]) -> str:
+    """Say where the first one is, and how many others there are."""
+    more = f" (and {len(nodes) - 1} more)" if len(nodes) > 1 else ""
+    return f"{where(nodes[0])}{more}"
 
 
 def _holds(softmax: fx.Node, ctx: Context, what: str) -> str:
@@ -162,28 +180,12 @@ def _about_windows_alone(ctx: Context, report: GraphReport) -> None:
         or ctx.findings.row_parallel
     ):
         return
-    node, count = ctx.findings.other_softmaxes[0], len(ctx.findings.other_softmaxes) - 1
-    more = f" (and {count} more)" if count else ""
+    at = _first(ctx.findings.other_softmaxes)
     warn_once(
-        f"{report.frame}: attention is written by hand at {where(node)}{more}, over "
-        "windows or other entries that are no sequence of an input, so that none could "
-        "be inferred to carry tokens, and every rank computes everything; name the "
-        f"input and its dimension in {_NAME_IT}"
-    )
-
-
-def _about_rows(ctx: Context, report: GraphReport, sharded: bool) -> None:
-    """Warn about attention by rows: weights of a rank's queries, and all keys."""
-    if not (ctx.findings.row_parallel and sharded):
-        return
-    node, why = ctx.findings.row_parallel[0]
-    count = len(ctx.findings.row_parallel) - 1
-    more = f" (and {count} more)" if count else ""
-    warn_once(
-        f"{report.frame}: attention at {where(node)}{more} is computed by rows of "
-        f"queries, because {why}: {_holds(node, ctx, 'weights')}; needed weights that "
-        "nothing else reads (need_weights=False, "
-        f"output_attentions=False), or F.{_ATTENTION}, to hold a part at a time"
+        f"{report.frame}: attention is written by hand at {at}, over windows or other "
+        "entries that are no sequence of an input, so that none could be inferred to "
+        "carry tokens, and every rank computes everything; name the input and its "
+        f"dimension in {_NAME_IT}"
     )
 
 
@@ -353,6 +355,7 @@ def _statements_with_attention(filename: str) -> tuple[tuple[int, int], ...]:
 
 
 _ATTENTION = "scaled_dot_product_attention"
+_CALL_IT = f"call F.{_ATTENTION} (nn.MultiheadAttention does with need_weights=False)"
 
 
 def _names(statement: ast.AST) -> Iterator[str]:

@@ -197,8 +197,7 @@ def _itemsize(model: nn.Module) -> int:
 def _attention(graph: GraphReport) -> list[AttentionShare]:
     """Return the attention calls of a graph, those by hand at the end."""
     calls = [AttentionShare(x.path, x.form, x.reason) for x in graph.calls]
-    calls += [AttentionShare(path, None, why) for path, why in graph.left]
-    calls += [AttentionShare(path, "rows", why) for path, why in graph.row_parallel]
+    calls += [AttentionShare(x.path, x.form, x.reason) for x in graph.by_hand]
     return calls
 
 

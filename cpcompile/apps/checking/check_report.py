@@ -31,9 +31,10 @@ _WIDTH = 88  # columns in which sentences are broken
 class AttentionShare:
     """One attention call. path: its module.
 
-    form: strategy and layout, such as "ring zigzag", or "rows" for attention by hand
-        of which a rank computes its own queries; None if every rank computes all.
-    reason: why it is not shared out, or only by rows.
+    form: strategy and layout, such as "ring zigzag"; of attention by hand "rows" if a
+        rank computes its own queries, and "batch" if it computes its own entries of the
+        batch, such as windows, or its own heads; None if every rank computes all.
+    reason: why it is not shared out, or by hand.
     """
 
     path: str
@@ -234,7 +235,8 @@ class Check:
         if self.longest is not None:
             return [str(self.longest)]
         if self.saved_per_token is None:
-            by_hand = any(x.form in (None, "rows") for x in self.attention)
+            forms = {x.form for x in self.attention}
+            by_hand = not forms.isdisjoint((None, "rows", "batch"))
             why = "attention by hand may save weights of all pairs"
             other = "its inputs do not say how long one sequence is"
             return [f"cannot be said: {why if by_hand else other}"]

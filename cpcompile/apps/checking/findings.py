@@ -166,9 +166,10 @@ def _reasons(graphs: _Graphs) -> dict[str, str]:
     """Return why attention of a module is not shared out, and what to do."""
     calls = [(x.path, x.reason) for graph in graphs for x in graph.calls if x.reason]
     by_hand = [
-        (path, f"attention there is written by hand, and {why}; {_CALL_IT}")
+        (x.path, f"attention there is written by hand, and {x.reason}; {_CALL_IT}")
         for graph in graphs
-        for path, why in (*graph.left, *graph.row_parallel)
+        for x in graph.by_hand
+        if x.form != "batch"
     ]
     return dict(calls + by_hand)
 

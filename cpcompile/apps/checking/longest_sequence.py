@@ -86,7 +86,7 @@ def saved_per_token(
 
     None without a sharded input, or where attention by hand may save all pairs.
     """
-    if any(graph.left or graph.row_parallel for graph in graphs):
+    if any(graph.by_hand for graph in graphs):
         return None
     shape = _sequence(call, graphs)
     saved = sum(x.saved_bytes for graph in graphs for x in graph.accounts)

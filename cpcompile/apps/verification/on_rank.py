@@ -128,7 +128,7 @@ def compute(options: Mapping[str, Any], rate: float) -> Compiled:
     once: dict[int, GraphReport] = {id(report): report for report in reports}
     return Compiled(
         graphs=tuple(report.summary() for report in once.values()),
-        calls=sum(len(r.calls) + len(r.left) for r in once.values()),
+        calls=sum(len(r.calls) + len(r.by_hand) for r in once.values()),
         dropout=tuple(c.path for r in once.values() for c in r.calls if c.dropout_p),
     )
 

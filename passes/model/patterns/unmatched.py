@@ -18,6 +18,7 @@ from ...graph.calls import canonical_call, spelled
 from ...graph.effects import view_of
 from ...graph.nodes import all_nodes
 
+NOT_KNOWN = "it is of no form that is known"
 _PRODUCTS = frozenset(
     {"matmul", "bmm", "baddbmm", "mm", "addmm", "einsum", "linear", "conv1d", "conv2d",
      "conv3d", "bilinear"}
@@ -53,7 +54,7 @@ def why_left(softmax: fx.Node) -> str:
     while len(node.users) == 1:
         (node,) = node.users
         if is_product(node):
-            return "it is of no form that is known"
+            return NOT_KNOWN
     return "its weights are read more than once"
 
 

@@ -54,7 +54,7 @@ def run(world):
         compiled = torch.compile(model, backend="cp", options=options)
         found = values(compiled, model, inputs)
     logging.getLogger("cpcompile").removeHandler(handler)
-    return found, [x for report in reports for x in report.row_parallel], records
+    return found, [x for report in reports for x in report.by_hand], records
 
 
 @pytest.mark.slow
@@ -126,4 +126,4 @@ def test_beside_causal_attention(pools, layout, world):
     for found, report in answers:
         check(found)
         assert [x.plan.layout.value for x in report.calls] == [layout] * 2
-        assert len(report.row_parallel) == 1
+        assert len(report.by_hand) == 1

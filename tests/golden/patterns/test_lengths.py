@@ -56,4 +56,4 @@ def test_every_length_is_shared_out(name):
             (report,) = reports
             assert [call.plan is not None for call in report.calls] == [True] * 2
             assert [x.name for x in report.inputs] == ["tokens"]
-            assert not report.left
+            assert not report.by_hand

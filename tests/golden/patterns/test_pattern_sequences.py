@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile.reporting.explanation import Explanation
-from cpcompile.reporting.graph_report import GraphReport
+from cpcompile.reporting.graph_report import AttentionByHand, GraphReport
 from tests.golden.capture import capture, fake_group
 from tests.support.forms.attention_pattern_forms import FORMS, TWINS, Model
 
@@ -99,14 +99,13 @@ def test_what_is_explained(mesh):
     call, _ = reported("with_sinks").calls
     assert call.mask == "causal, sinks"
     report = reported("weights_read_again")
-    assert report.calls == report.left == ()
+    assert report.calls == ()
     why = "its weights are read more than once"
-    assert report.row_parallel == (("<top level>", why),) * 2
-    assert f"attention by rows of queries: <top level>: {why}" in str(
-        Explanation((report,))
-    )
+    assert report.by_hand == (AttentionByHand("<top level>", "rows", why),) * 2
+    explained = str(Explanation((report,)))
+    assert f"attention by hand, rows of own queries: <top level>: {why}" in explained
     report = reported("shifted_before_sinks")
-    assert report.left == (("<top level>", NOT_KNOWN),) * 2
+    assert report.by_hand == (AttentionByHand("<top level>", "rows", NOT_KNOWN),) * 2
 
 
 class Squared(torch.autograd.Function):

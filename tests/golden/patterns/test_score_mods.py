@@ -154,4 +154,4 @@ def test_captured_tokens_of_another_length(mesh):
             compiled(torch.zeros(2, length, dtype=torch.long)).sum().backward()
         (report,) = reports
         assert [call.plan is not None for call in report.calls] == [True] * 2
-        assert not report.left
+        assert not report.by_hand

@@ -10,6 +10,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from cpcompile.reporting import lost_parallelism
+from cpcompile.reporting.explanation import Explanation
+from cpcompile.reporting.graph_report import recording
 from cpcompile.torch_patches import graph_breaks
 from tests.golden.capture import forget, warnings
 
@@ -80,8 +82,9 @@ def test_of_a_module_that_returns_weights(mesh, caplog):
 @pytest.mark.slow
 def test_and_naming_the_input_shares_out_the_rest(mesh, caplog):
     run(ByHand(), activations(), mesh=mesh, shard={"x": 1})
-    (text,) = [x for x in warnings(caplog) if "by hand" in x]
+    (text,) = [x for x in warnings(caplog) if "attention" in x]
     assert "because it is of no form that is known: every rank gathers" in text
+    assert "by rows of queries" in text and "call F.scaled_dot_product" in text
 
 
 def test_row_parallel(mesh, caplog):
@@ -111,8 +114,8 @@ class KeysFirst(ByHand):
 @pytest.mark.parametrize("keys_first", [True, False])
 def test_scores_that_are_not_gathered(keys_first, mesh, caplog):
     run(KeysFirst(keys_first), activations(), mesh=mesh, shard={"x": 1})
-    (text,) = [x for x in warnings(caplog) if "by hand" in x]
-    assert "every rank gathers the keys, and holds the scores of its queries" in text
+    (text,) = [x for x in warnings(caplog) if "attention" in x]
+    assert "every rank gathers the keys, and holds the weights of its queries" in text
 
 
 class Windows(nn.Module):
@@ -141,6 +144,24 @@ def test_windows_of_a_graph_with_nothing_sharded(mesh, caplog, kind):
     for text in found:
         assert "over windows or other entries that are no sequence of an input" in text
         assert "test_lost_parallelism.py" in text and ", line " in text
+
+
+class AlongRows(ByHand):
+    """Attention among the entries of each row of an image [B, 8, 8, C]."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.mT).square().softmax(-1) @ v
+
+
+def test_attention_of_own_rows_loses_nothing(mesh, caplog):
+    with recording() as reports:
+        run(AlongRows("rows"), activations(2, 8, 8, WIDTH), mesh=mesh, shard={"x": 1})
+    assert not warnings(caplog)
+    (report,) = reports
+    (found,) = report.by_hand
+    assert found.form == "batch"
+    assert "own entries of the batch" in str(Explanation((report,)))
 
 
 class Block(nn.Module):

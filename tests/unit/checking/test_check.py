@@ -160,9 +160,10 @@ def test_a_graph_break_comes_first():
     assert "2 graphs, 1 break" in str(report)
 
 
-def test_attention_that_is_not_shared_out():
+def test_attention_that_is_shared_out_by_rows():
     report = check("by hand", memory=1e9)
-    assert {x.form for x in report.attention} == {None}
+    assert {x.form for x in report.attention} == {"rows"}
+    assert "by rows: layers.0: it is of no form" in " ".join(str(report).split())
     assert "0.188 MiB gathered at" in report.next and "(layers.0)" in report.next
     assert report.next.endswith("call F.scaled_dot_product_attention")
     assert report.longest is None
