@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -59,7 +60,8 @@ class RankRun:
     calls: (path, strategy and layout, or None and why not) of all attention calls.
     mixers: the strategy of every mixer, a call or several that are one region.
     mistakes: of ours, for which there was a fallback.
-    work: of all ranks over that of one device, in a step; 0 if nothing was counted.
+    work: of all ranks over that of one device, in all calls; 0 if nothing was counted.
+    gathered: bytes that a rank receives of values that a call needs whole.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class RankRun:
     seconds: float = 0.0
     mistakes: int = 0
     work: float = 0.0
+    gathered: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Outcome:
     distributed: int = 0
     seconds: float = 0.0
     work: float = 0.0
+    gathered: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; the setting only as far as it differs from the default."""
@@ -136,32 +140,41 @@ def _other_order(case: Case, setting: Setting) -> dict[str, Tensor]:
     The rows of the batch are in another order, and experts are products of single rows.
     """
 
-    def step(**given: Any) -> Any:
-        other = {n: x.flip(0) if isinstance(x, Tensor) else x for n, x in given.items()}
-        return model(**other)
-
     model: Any = make_model(case)
     model.set_experts_implementation("batched_mm")
-    found = run_steps(case, setting, model, step)
+    found = run_steps(case, setting, model, _rows_reversed(model))
     return {name: x for name, x in found.items() if name.startswith("grad ")}
 
 
 @functools.lru_cache(maxsize=2)
-def flipped(name: str, setting: Setting) -> dict[str, Tensor]:
-    """The gradients of one process in float64, of a batch in the other order.
+def rounded_otherwise(name: str, setting: Setting) -> dict[str, Tensor]:
+    """The gradients of one process in float64, with other roundings.
 
-    They say how far rounding alone may lead: batch norms of two values, as in the last
-    stage of a small image, lose ten digits.
+    Every parameter differs in its last bit, and the rows of the batch are in another
+    order. How far that leads no computation in float64 can do better than: batch norms
+    of two values, as in the last stage of a small image, lose ten digits.
     """
+
+    case = case_of(name)
+    model: Any = case.doubled(make_model(case))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            up = torch.rand(parameter.shape, generator=generator) < 0.5
+            ends = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
+            parameter.copy_(parameter.nextafter(ends))
+    found = run_steps(case, setting, model, _rows_reversed(model), torch.float64)
+    return {name: x for name, x in found.items() if name.startswith("grad ")}
+
+
+def _rows_reversed(model: Any) -> Callable[..., Any]:
+    """Return the model as a function that reverses the rows of its batch."""
 
     def step(**given: Any) -> Any:
         other = {n: x.flip(0) if isinstance(x, Tensor) else x for n, x in given.items()}
         return model(**other)
 
-    case = case_of(name)
-    model: Any = case.doubled(make_model(case))
-    found = run_steps(case, setting, model, step, torch.float64)
-    return {name: x for name, x in found.items() if name.startswith("grad ")}
+    return step
 
 
 def by_inductor(name: str, setting: Setting) -> dict[str, Tensor]:
@@ -194,7 +207,7 @@ def judge(name: str, setting: Setting, runs: list[RankRun]) -> Outcome:
         plain = [exact]
     worst, mistakes = _judged(runs, exact, *plain)
     if mistakes and setting.double:
-        plain.append(flipped(name, _one_process(setting)))
+        plain.append(rounded_otherwise(name, _one_process(setting)))
         worst, mistakes = _judged(runs, exact, *plain)
     if mistakes and setting.inner == "inductor":
         plain.append(by_inductor(name, _one_process(setting)))
@@ -231,6 +244,7 @@ def _facts(name: str, setting: Setting, run: RankRun) -> functools.partial[Outco
         distributed=run.distributed,
         seconds=run.seconds,
         work=run.work,
+        gathered=run.gathered,
     )
 
 

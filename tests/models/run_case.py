@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 import cpcompile as cp
 from cpcompile import errors, refusals
+from cpcompile.accounting.graph_account import GraphAccount, Kind, Purpose
 from cpcompile.logs import warn_once
 from cpcompile.reporting.account_lines import work_ratio
 from cpcompile.reporting.graph_report import GraphReport, recording
@@ -98,10 +99,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
             for report in once
             for call in report.calls
         )
-        + tuple((path, None, why) for report in once for path, why in report.left)
-        + tuple(
-            (path, "rows", why) for report in once for path, why in report.row_parallel
-        ),
+        + tuple((x.path, x.form, x.reason) for report in once for x in report.by_hand),
         mixers=tuple(
             x.strategy.value
             for report in once
@@ -113,7 +111,18 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
         distributed=sum(report.distributed_calls for report in once),
         seconds=seconds,
         work=work_ratio(accounts) if accounts else 0.0,
+        gathered=gathered_bytes(accounts),
         mistakes=counters["cpcompile"][refusals.COUNTER],
+    )
+
+
+def gathered_bytes(accounts: Iterable[GraphAccount]) -> int:
+    """Return what a rank receives of values that calls of the program need whole."""
+    return sum(
+        exchange.bytes
+        for account in accounts
+        for exchange in account.exchanges
+        if exchange.kind is Kind.ALL_GATHER and exchange.purpose is Purpose.VALUE
     )
 
 

@@ -12,6 +12,7 @@ class Mode(Enum):
 
     TRAIN: one step: all results and every gradient.
     EVAL: a forward without gradients, in eval mode.
+    BOTH: TRAIN, and then a forward in eval mode, with one compiled model.
     CALLS: two steps whose gradients add up, the second one on other values, masks and
         (where the model can) another length, and then a forward in eval mode; all with
         one compiled model.
@@ -19,6 +20,7 @@ class Mode(Enum):
 
     TRAIN = "train"
     EVAL = "eval"
+    BOTH = "both"
     CALLS = "calls"
 
 

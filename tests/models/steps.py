@@ -24,6 +24,8 @@ CALLS = ((0, True), (1, True), (0, False))  # (which length, training)
 def lengths(case: Case, setting: Setting) -> list[tuple[int, bool]]:
     """(length, training) of every call."""
     first = case.lengths[0] if setting.length is None else setting.length
+    if setting.mode is Mode.BOTH:
+        return [(first, True), (first, False)]
     if setting.mode is not Mode.CALLS:
         return [(first, setting.mode is Mode.TRAIN)]
     known = case.lengths if len(case.lengths) > 1 else case.lengths * 2
@@ -80,7 +82,7 @@ def run_steps(
                 results = named_tensors(step(**given))
             if training:
                 loss_of(results, case.loss).backward()
-        place = f"{number}." if setting.mode is Mode.CALLS else ""
+        place = f"{number}." if setting.mode in (Mode.BOTH, Mode.CALLS) else ""
         found |= {f"{place}{name}": x.detach() for name, x in results.items()}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

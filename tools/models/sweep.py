@@ -2,11 +2,11 @@
 
 Kinds are tasks of transformers, the transformers of diffusers, and the modules of timm
 that have attention; a library that is not installed is named, and left out. A training
-step of each is compared with one process, as the cases of the table of
-compatibility are; see tests/models/families/automatic.py for how configurations are
-made. What torch alone cannot run or compile is told apart. Prints a line per family as
-it goes; --write records each at once, so that a run that is cut off goes on with the
-families that have no record (--again runs all).
+step of each, and a forward in eval mode after it, are compared with one process, as the
+cases of the table of compatibility are; see tests/models/families/automatic.py for how
+configurations are made. What torch alone cannot run or compile is told apart. Prints a
+line per family as it goes; --write records each at once, so that a run that is cut off
+goes on with the families that have no record (--again runs all).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.models.families.automatic import (
 )
 from tests.models.outcome import Verdict, reference
 from tests.models.run_case import run_case, short
-from tests.models.setting import Setting
+from tests.models.setting import Mode, Setting
 from tests.models.steps import make_model, run_steps
 from tools.results import RESULTS, ROOT, markdown_table, note_load, replace, setup
 
@@ -130,12 +130,12 @@ def tried(pools: Pools, name: str, seconds: float) -> dict[str, Any]:
         automatic_case(name)
     except NoConfigurationError as error:
         return {"case": name, "verdict": NO_CONFIGURATION, "text": short(str(error))}
+    setting = Setting(mode=Mode.BOTH, annotated=False)
     try:
-        reference(name, Setting())
+        reference(name, Setting(mode=setting.mode))
     except Exception as error:  # whatever a model raises on one process
         text = short(f"{type(error).__name__}: {error}")
         return {"case": name, "verdict": NO_TORCH, "text": f"one process: {text}"}
-    setting = Setting(annotated=False)
     outcome = run_case(pools, name, setting, seconds)
     row = outcome.as_json()
     if outcome.verdict is Verdict.WRONG:  # or a sum that float32 rounds badly
@@ -150,6 +150,7 @@ def tried(pools: Pools, name: str, seconds: float) -> dict[str, Any]:
         if problem is not None:
             return {"case": name, "verdict": NO_TORCH, "text": problem}
     del row["setting"]
+    row["gathered"] = outcome.gathered  # also where it is 0
     return row
 
 
@@ -170,7 +171,7 @@ def compile_alone(name: str) -> str | None:
     model = make_model(case)
     try:
         step = torch.compile(model, backend="aot_eager")
-        run_steps(case, Setting(), model, step)
+        run_steps(case, Setting(mode=Mode.BOTH), model, step)
     except Exception as error:  # whatever torch raises
         return short(f"{type(error).__name__}: {error}")[:400]
     return None
@@ -212,9 +213,9 @@ _INTRODUCTION = """\
 Every family that the installed transformers has for a task, every transformer of
 diffusers, and a model of every module of timm that has attention, in the smallest
 configuration that can be made from the names of its fields
-(`tests/models/families/automatic.py`): one training step on 2 CPU ranks with only
-`options={{"mesh": mesh}}`, compared with one process as in
-[compatibility](compatibility.md). Written by
+(`tests/models/families/automatic.py`): one training step and then a forward in eval
+mode on 2 CPU ranks with only `options={{"mesh": mesh}}`, compared with one process as
+in [compatibility](compatibility.md). Written by
 `tools/in_venv python -m tools.models sweep --write`: torch {torch}, transformers
 {transformers}, diffusers {diffusers}, timm {timm}, {processor}, {date}.
 
@@ -266,7 +267,36 @@ def markdown(found: dict[str, Any]) -> str:
     if much:
         lines += ["", "## Work that is repeated", ""]
         lines += [f"- {_named(x)}: {x['work']:.2f} times one device's" for x in much]
+    lines += _every_row([x for x in rows if x["verdict"] == Verdict.EXACT.value])
     return "\n".join([*lines, ""])
+
+
+_EVERY_ROW = """
+## Exact
+
+- error: the largest one, as a share of the tensor's scale.
+- attention: calls that are shared out, of all. mixers: what mixes tokens by other means
+  and is shared out by a strategy of its own; a convolution or a cumulative sum counts
+  only if something else than its neighbours' tokens is exchanged.
+- work: of all ranks together over that of one device.
+- gathered: KiB that a rank receives in both calls because a call of the program needs a
+  value whole that is split; empty in rows that were recorded before it was counted.
+- library: whether the library claims to divide it.
+"""
+
+
+def _every_row(exact: list[dict[str, Any]]) -> list[str]:
+    """Return the table of the families that are exact."""
+    table = []
+    for row in exact:
+        gathered = "" if "gathered" not in row else f"{row['gathered'] / 1024:.0f}"
+        claims = {True: "yes", False: "no", None: ""}[row.get(DIVIDED)]
+        attention = f"{row.get('sharded', 0)} of {row.get('attention', 0)}"
+        measured = f"{row['error']:.0e}", attention, str(len(row.get("mixers", ())))
+        name = row["case"].removeprefix(PREFIX)
+        table.append([name, *measured, f"{row.get('work', 0.0):.2f}", gathered, claims])
+    columns = ("error", "attention", "mixers", "work", "gathered", "library")
+    return [*_EVERY_ROW.splitlines(), "", *markdown_table(["family", *columns], table)]
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
