@@ -71,6 +71,7 @@ if triton.__version__.startswith("3.8."):
 MOST_SPILLS = 60  # of the tiles that were measured
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.timeout(900)
 def test_defaults_keep_everything_in_registers(compiled):
     plain = [(c, f) for c, f in compiled if c.is_default and c.visible not in CHANGES]

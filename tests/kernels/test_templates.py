@@ -123,13 +123,13 @@ CHANGED = [
 ]
 
 
-@pytest.mark.slow(but_every=4)
+@pytest.mark.slow(but_every=11)
 @pytest.mark.parametrize("case", MASKS, ids=str)
 def test_mask(interpreter, case):
     run_and_check(interpreter, case)
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shape(interpreter, case):
     run_and_check(interpreter, case)
@@ -141,7 +141,7 @@ def test_dtype(interpreter, case):
     run_and_check(interpreter, case)
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("case", CHANGED, ids=str)
 def test_softcap_and_dropout(interpreter, case):
     run_and_check(interpreter, case)

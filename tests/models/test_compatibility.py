@@ -26,7 +26,7 @@ def recorded(case: str, setting: Setting) -> Outcome | None:
     return next((o for o in found if (o.case, o.setting) == (case, setting)), None)
 
 
-@pytest.mark.slow(but=["qwen3/packed", "dinov2/registers", "nn_encoder/norm_first"])
+@pytest.mark.slow(but=["qwen3/packed"])
 @pytest.mark.parametrize(
     ("case", "setting"), [pytest.param(*run, id=run[0]) for run in fast_half()]
 )
@@ -43,12 +43,7 @@ OF_MIXERS = [
 ]
 
 
-@pytest.mark.slow(
-    but=[
-        "mamba2/default, 2 ranks, train, mixers by states",
-        "granitemoehybrid/default, 2 ranks, train, ring, mixers by exchange",
-    ]
-)
+@pytest.mark.slow(but=["mamba2/default, 2 ranks, train, mixers by states"])
 @pytest.mark.parametrize(
     ("case", "setting"),
     [pytest.param(*run, id=f"{run[0]}, {run[1]}") for run in OF_MIXERS],

@@ -237,6 +237,7 @@ def run_in_layout(name, strategy, layout):
         )
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("name", "strategy"),
@@ -271,16 +272,10 @@ CASES = [
 
 @pytest.mark.slow(
     but=[
-        "DeltaRule-2-exchange-2-12",
-        "DeltaRule-3-exchange-1-14",
         "DeltaRule-3-states-1-14",
         "StateSpace-2-exchange-1-13",
-        "StateSpace-2-states-1-13",
         "SelectiveScan-3-exchange-1-14",
-        "Documents-2-exchange-1-13",
-        "FusedStateSpace-2-exchange-1-13",
         "FusedDocuments-2-exchange-1-13",
-        "FusedScan-2-exchange-2-12",
     ]
 )
 @pytest.mark.timeout(150)
@@ -336,6 +331,7 @@ def of_many_lengths(strategy):
     return found, programs, counters["cpcompile"]["exchange_mixers"]
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("strategy", ["exchange", "states"])
 def test_a_kernel_takes_many_lengths(pools, strategy):

@@ -106,7 +106,7 @@ LATER = ["plain", "tied", "capped", "weight made of two"]
 SHARDED = {"gather_outputs": False, "tile": 8}
 
 
-@pytest.mark.slow(but_every=4)
+@pytest.mark.slow(but_every=13)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(("world", "tokens"), [(2, 96), (3, 95), (4, 128)])

@@ -105,7 +105,7 @@ def run(name: str, length: int, ranks: int, options: dict[str, Any]) -> Counted:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.slow(but=["sliced-2", "in_chunks-3"])
+@pytest.mark.slow(but=["sliced-2"])
 def test_losses(pools, name: str, ranks: int) -> None:
     """Uneven shards too: what is padded travels, and is counted."""
     for found in pools[ranks].run(run, name, 16, ranks, {}, timeout=120):
@@ -123,7 +123,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("length", [32, 29])
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.slow(but=["zigzag-29", "ulysses-29"])
+@pytest.mark.slow(but=["zigzag-29"])
 def test_strategies(pools, name: str, length: int) -> None:
     options = STRATEGIES[name]
     for found in pools[4].run(run, "mean_loss", length, 4, options, timeout=120):

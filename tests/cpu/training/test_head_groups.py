@@ -93,14 +93,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(
-    but=[
-        "12-False-37-2-plain",
-        "3-True-41-3-checkpoint",
-        "2-True-37-2-dtensor",
-        "12-False-32-2-inductor",
-    ]
-)
+@pytest.mark.slow(but=["3-True-41-3-checkpoint", "2-True-37-2-dtensor"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("kv_heads", "documents", "tokens", "world", "how"), CASES)
 def test_it_equals_one_process(pools, kv_heads, documents, tokens, world, how):
@@ -130,6 +123,7 @@ def lengths(world: int) -> list[Comparison]:
     return found
 
 
+@pytest.mark.slow
 def test_one_program_for_many_lengths(pools):
     for comparisons in pools[2].run(lengths, 2, timeout=100):
         for comparison in comparisons:
@@ -163,6 +157,7 @@ def exchanged(
     return found, share
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("kv_heads", [12, 2])
 def test_groups_send_the_same_bytes(pools, kv_heads):
     limit = budget(kv_heads, 40, 2)

@@ -189,7 +189,7 @@ AXES = {
 }
 
 
-@pytest.mark.slow(but_every=15)
+@pytest.mark.slow(but_every=29)
 @pytest.mark.parametrize(
     "values",
     [

@@ -70,13 +70,7 @@ CASES = [
 
 
 @pytest.mark.slow(
-    but=[
-        "causal-2-2-37-zigzag-plain",
-        "causal-3-1-41-contiguous-dtensor",
-        "writes-2-2-37-contiguous-checkpoint",
-        "documents-3-1-41-zigzag-plain",
-        "causal-2-1-32-contiguous-inductor",
-    ]
+    but=["causal-3-1-41-contiguous-dtensor", "documents-3-1-41-zigzag-plain"]
 )
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("module", "world", "batch", "tokens", "layout", "how"), CASES)
@@ -107,6 +101,7 @@ def lengths(tokens: tuple[int, ...], world: int) -> list[Comparison]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [(32, 40, 48), (33, 41)])
 def test_one_program_for_many_lengths(pools, tokens):
     for comparisons in pools[2].run(lengths, tokens, 2, timeout=100):
@@ -146,6 +141,7 @@ def exchanged(how: str, batch: int, tokens: int, world: int) -> dict[str, Any]:
     return {"bytes": found, "widest": max(x.numel() for x in held), "texts": texts}
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])
 def test_latents_are_all_that_is_sent(pools, how):
     batch, tokens, world = 2, 40, 2

@@ -183,8 +183,8 @@ def test_losses(pools, part, seq):
     check_all(pools, part, seq, 2, False)
 
 
+@pytest.mark.slow
 @parts
-@pytest.mark.slow(but=["1"])
 def test_losses_of_two_values_of_a_model(pools, part):
     """4 tokens on 3 ranks, the last of which has none; the target is sharded."""
     check_all(pools, part, 4, 3, True)

@@ -102,7 +102,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 METHODS = ["dpo", "grpo", "shared", "reward", "distil", "lora", "packed"]
 
 
-@pytest.mark.slow(but=["reward", "lora"])
+@pytest.mark.slow(but=["lora"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("method", METHODS)
 def test_one_step(pools, method: str) -> None:

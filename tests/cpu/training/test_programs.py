@@ -7,12 +7,7 @@ from tests.support.bounds import check
 
 
 @pytest.mark.slow(
-    but=[
-        "Base-17-3-dtensor",
-        "InPlace-16-2-plain",
-        "Breaks-16-2-plain",
-        "Autocast-16-2-dtensor",
-    ]
+    but=["InPlace-16-2-plain", "Breaks-16-2-plain", "Autocast-16-2-dtensor"]
 )
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])

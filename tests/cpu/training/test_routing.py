@@ -78,6 +78,7 @@ def run_every_expert(batch, tokens, world, door):
     return comparison.warnings
 
 
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize(
     ("batch", "tokens", "world", "door"),
     [

@@ -53,7 +53,7 @@ def normalised(name: str, *args):
     return compared(lambda: Normalised(name), *args)
 
 
-@pytest.mark.slow(but=["training-2-16-batch", "training-3-22-group"])
+@pytest.mark.slow(but=["training-2-16-batch"])
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize(("world", "rows"), [(2, 16), (3, 22), (4, 28)])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])

@@ -166,6 +166,7 @@ def run_cached(seq: int) -> list[Deviation]:
     return deviations(run(compiled, model), *values)
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize(("seq", "world"), [(16, 2), (13, 3)])
 def test_a_cache_that_the_model_keeps(pools, seq, world):
     """Every rank has all of a buffer, and so writes all of it."""

@@ -133,6 +133,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_torch_refuses_in_a_score_mod(mesh, kind):
     """With one error, before anything is shared out."""

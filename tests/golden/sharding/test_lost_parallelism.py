@@ -350,6 +350,7 @@ QUIET = {
 }
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("name", QUIET)
 def test_what_has_nothing_to_share_out_is_quiet(mesh, caplog, name):
     run(Block().attend, activations(), mesh=mesh)

@@ -76,6 +76,7 @@ def of_one_device(model: nn.Module, tokens: Tensor) -> dict[GraphDirection, floa
     }
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "hybrid"])
 def test_all_work_is_shared_out(strategy: str) -> None:
     torch.manual_seed(0)

@@ -172,6 +172,7 @@ def dense(q, k, attention_mask):
     return torch.where(j <= i, attention_mask[:, None, None, :].float(), -1e4)
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize(
     ("builder", "data", "why"),
     [

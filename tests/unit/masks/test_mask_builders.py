@@ -88,7 +88,7 @@ FROM_DATA = [
 @pytest.mark.parametrize(
     ("builder", "name"), STATIC, ids=[x[0].__name__ for x in STATIC]
 )
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=7)
 def test_masks_without_data(builder, name):
     q, k = operands(S)
     found = read(attend(builder), q, k)
@@ -99,7 +99,7 @@ def test_masks_without_data(builder, name):
 @pytest.mark.parametrize(
     ("builder", "kinds", "name"), FROM_DATA, ids=[x[0].__name__ for x in FROM_DATA]
 )
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=7)
 def test_masks_from_data(builder, kinds, name):
     """One reading has to hold for whatever data comes."""
     q, k = operands(S)

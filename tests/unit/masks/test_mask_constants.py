@@ -87,7 +87,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but_every=4)
+@pytest.mark.slow(but_every=11)
 @pytest.mark.parametrize(("builder", "text"), CASES, ids=[x.__name__ for x, _ in CASES])
 def test_a_mask_that_is_written_in_a_loop(builder, text):
     found = read(attend(builder), *operands(S))

@@ -66,6 +66,7 @@ def test_layers_share_a_reading():
     check(found, *operands(S), visible(3, 7, 8))
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize(
     "builder",
     [b.causal, b.packed_without_inputs, b.vmap_causal, b.in_place_fill, b.everything],
@@ -202,7 +203,7 @@ class Stop(BaseException):
     """Ends a compilation."""
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize(
     ("builder", "data", "name"),
     [

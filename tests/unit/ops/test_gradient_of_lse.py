@@ -21,6 +21,7 @@ CASES = [(strategy, kind) for strategy in GROUPED for kind in KINDS]
 CASES += [("local", kind) for kind in KINDS[1:]]
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
 def test_against_autograd(one_rank, strategy, kind, dtype):

@@ -62,7 +62,7 @@ def calls(strategy, group, *masks, sizes=(LENGTH, LENGTH), **more):
     return *(getattr(ops, name).default for name in names), others
 
 
-@pytest.mark.slow(but_every=9)
+@pytest.mark.slow(but_every=19)
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -31,7 +31,7 @@ def fake_mesh() -> Iterator[dist.DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow(but_every=9)
+@pytest.mark.slow(but_every=19)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -251,6 +251,7 @@ def test_regions_of_the_user_are_computed_again_as_before():
         torch.testing.assert_close(p.grad, exact[name], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_ranks_take_the_choice_of_the_one_that_saves_least():
     model, tokens = stack()
     alone = Compiled(model, 1.0)
@@ -262,6 +263,7 @@ def test_ranks_take_the_choice_of_the_one_that_saves_least():
     assert max(Choice(), Choice(0, 3, 2), Choice(1, 3, 32), Choice(0, 3, 32)).again == 1
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("given", [None, 0.5])
 def test_what_is_saved_moves_to_the_host(given, monkeypatch):
     """As on an accelerator: torch copies what is marked, here from CPU to CPU."""
@@ -289,6 +291,7 @@ def test_kinds_of_saved_values():
     assert "MiB of attention and its messages" in text and "of other values" in text
 
 
+@pytest.mark.slow
 def test_the_report_names_products():
     model, tokens = stack()
     compiled = Compiled(model, 0.4)

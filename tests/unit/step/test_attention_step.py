@@ -191,7 +191,7 @@ OPCHECK_AXES = AXES | {
 }
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize(
     "case", [StepCase(**values) for values in selected_cases(OPCHECK_AXES)], ids=str
 )

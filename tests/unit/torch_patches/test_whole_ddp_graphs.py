@@ -62,12 +62,14 @@ def test_a_graph_of_cp_stays_whole(options, megabytes):
     assert torch._dynamo.config.optimize_ddp is True
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_before_it_is_wrapped(options):
     model = Model()
     model.compile(backend="cp", options=options)
     assert calls_per_graph(DistributedDataParallel(model, bucket_cap_mb=1)) == [3]
 
 
+@pytest.mark.slow
 def test_graphs_of_other_backends_are_cut(options):
     """Each as DDP's buckets are."""
     ddp = DistributedDataParallel(Model(), bucket_cap_mb=1)
@@ -145,6 +147,7 @@ class Broken(Block):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_a_break_is_told(options):
     """What asks in whose graph Dynamo is finds the backend behind DDPOptimizer."""
     graph_breaks.forget()
