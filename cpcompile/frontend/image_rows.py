@@ -23,14 +23,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.geometry.layout import leaves_ranks_empty
-from cpcompile.passes.flow.view_chain import follow
 from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.nodes import all_nodes, expected_shape, fake_value
 from cpcompile.passes.model.normalize.pad_convolutions import CONVOLUTIONS
 from cpcompile.passes.model.patterns.unmatched import is_product
-from cpcompile.passes.model.sharding.norm_rules import RULES as NORMS
+from cpcompile.passes.model.sharding.rows_before import rows_before
 from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
-from cpcompile.passes.model.sharding.strided_windows import RULES as WINDOWS
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 Rows = tuple[fx.Node, int]
@@ -95,7 +93,7 @@ class ImageRows:
 
     def _begun(self, dims: SequenceDims) -> set[Rows]:
         """Return the rows of which values are made where tokens, or rows, begin."""
-        found = {_before(*x) for x in _whole_dims(dims) if x[0] in dims.begins}
+        found = {rows_before(*x) for x in _whole_dims(dims) if x[0] in dims.begins}
         return {x for x in found if x is not None}
 
 
@@ -114,21 +112,6 @@ def _read(convolution: fx.Node) -> Rows:
     given = canonical_call(convolution).arguments
     positions = len(_shape(given["weight"])) - 2
     return given["input"], len(_shape(given["input"])) - min(positions, 2)
-
-
-def _before(node: fx.Node, dim: int) -> Rows | None:
-    """Return the rows that a call makes rows or tokens of, where it has some."""
-    name = spelled(node)
-    if name in CONVOLUTIONS or name in WINDOWS or name in NORMS:
-        return canonical_call(node).arguments["input"], dim
-    chain = follow(node)
-    source, last = chain[0], chain[-1]
-    if source.node is node or dim >= len(last.dims):
-        return None
-    parts = dict.fromkeys(x.dim for x in last.dims[dim] if x.dim is not None)
-    if not parts or (0 in parts and len(parts) > 1):
-        return None  # a batch, of windows or of images, is not followed
-    return source.node, next(iter(parts))
 
 
 def _products_after(node: fx.Node, among: Set[fx.Node]) -> list[fx.Node]:

@@ -32,18 +32,14 @@ from ...graph.nodes import (
 from ...graph.sequence_tokens import TokenDim, is_row_parallel_operand
 from ..moves.move_rules import RULES as MOVES
 from ..moves.window_views import windows
-from ..normalize.pad_convolutions import CONVOLUTIONS, convolved
+from ..normalize.pad_convolutions import convolved
 from ..sharding.dim_flows import dim_flows, part_written, token_operands
-from ..sharding.norm_rules import RULES as NORMS
+from ..sharding.rows_before import OF_POSITIONS
 from ..sharding.sharding_rules import RULES
-from ..sharding.strided_windows import RULES as WINDOWS
 from .dim_class import CREATIONS, DimClass, linked_values
 
 _ANYWHERE = ("mean", "expand_as", "logsigmoid", "log_sigmoid", "prelu")
 """Calls whose rules of ours look where their operand is split."""
-
-OF_POSITIONS = (*CONVOLUTIONS, *WINDOWS, *NORMS)
-"""Calls that make positions of those of their input, in the same dimensions."""
 
 _AS_FLOW_SAYS = (
     "view", "reshape", "flatten", "unflatten", "cat", "matmul", "linear", "mm", "addmm",

@@ -23,6 +23,7 @@ from cpcompile.torch_private.fake_tensors import FakeTensorMode
 from ...flow.view_chain import follow
 from ...graph.calls import canonical_call
 from ...graph.nodes import fake_value
+from ..sharding.rows_before import rows_before
 from ..sharding.sequence_dims import Origins, SequenceDims
 
 
@@ -64,11 +65,30 @@ def over_sequences(
         if not all(_are_data(x, inputs) for x in both):
             continue
         reached = {InputDim(*x) for origins in both for x in origins.nodes}
-        if sharded and not (reached & sharded or any(x.is_known for x in both)):
+        is_known = any(x.is_known for x in both)
+        if sharded and not (is_known or _reach(dims, reached, sharded)):
             continue
         accepted.append(call)
         settled.update(*(x.steps for x in both))
     return accepted
+
+
+def _reach(dims: SequenceDims, tokens: set[InputDim], sharded: set[InputDim]) -> bool:
+    """Tell whether a sharded dimension has the tokens, or is one that makes them.
+
+    The rows of an image do, which are flattened with its columns.
+    """
+    open_dims, asked = [*tokens], set[InputDim]()
+    while open_dims:
+        found = open_dims.pop()
+        if found in sharded:
+            return True
+        before = None if found in asked else rows_before(*found)
+        asked.add(found)
+        if before is not None:
+            origins = dims.origins(*before, set())
+            open_dims += [InputDim(*x) for x in origins.nodes]
+    return False
 
 
 def is_over_sequence(

@@ -37,6 +37,7 @@ from ...placement.scan_calls import joined_operands
 from ..attention.find_attention import attention_operands
 from ..mutation.masked_rows import write_rows, write_rows_
 from ..normalize.pad_convolutions import convolved
+from .norm_rules import RULES as NORMS
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
     local = local_source(node)
     if local is not None or is_row_parallel_operand(node) or node.target is key_source:
         return _all_dims(local or node.args[0])
+    if spelled(node) in NORMS:  # statistics are of all positions, results stay there
+        return _all_dims(canonical_call(node).arguments["input"])
     operands = convolved(node)
     if operands is not None:
         return _convolved(node, *operands)
