@@ -91,4 +91,6 @@ def run_steps(
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, list | tuple):
+        return type(x)(_cast(each, dtype) for each in x)
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

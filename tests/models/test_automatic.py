@@ -11,6 +11,7 @@ from tests.models.families.automatic import (
     families,
     library_divides,
 )
+from tests.models.float64 import in_float64
 from tests.models.outcome import Verdict
 from tests.models.run_case import run_case
 from tests.models.setting import Setting
@@ -24,6 +25,7 @@ def made(
     text_embed_dim: int = 4096,
     in_channels: int | None = None,
     out_channels: int | None = None,
+    text_layers: list[int] | None = None,
     patch_size: tuple[int, ...] = (1, 2, 2),
     rope_axes_dim: tuple[int, ...] = (16, 56, 56),
     depths: tuple[int, ...] = (2, 2, 18, 2),
@@ -35,7 +37,7 @@ def made(
 
 
 def test_names_say_sizes():
-    sizes = automatic_sizes.sizes_of(made, unset=False)
+    sizes = automatic_sizes.sizes_of(made, unset=0)
     assert sizes == {
         "num_layers": 2,
         "attention_head_dim": 16,
@@ -45,8 +47,10 @@ def test_names_say_sizes():
         "depths": (2, 2, 2, 2),
         "dropout": 0.0,
     }
-    more = automatic_sizes.sizes_of(made, unset=True)
-    assert more == sizes | {"in_channels": 4}
+    more = automatic_sizes.sizes_of(made, unset=1)
+    assert more == sizes | {"in_channels": 4, "text_layers": [0, 1, 0, 1]}
+    most = automatic_sizes.sizes_of(made, unset=automatic_sizes.UNSET)
+    assert most == more | {"out_channels": 4, "rope_axes_dim": (4, 4, 4, 4)}
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3, 4])
@@ -82,6 +86,9 @@ def test_families_are_those_with_attention():
         ("diffusers/SD3Transformer2DModel", (2, 4, 12, 12)),
         ("diffusers/WanTransformer3DModel", (2, 4, 3, 12, 12)),
         ("diffusers/CogVideoXTransformer3DModel", (2, 3, 4, 12, 12)),  # frames first
+        ("diffusers/AceStepTransformer1DModel", (2, 36, 2)),  # beside a condition
+        ("diffusers/Kandinsky6Transformer3DModel", (2, 3, 12, 12, 9)),  # and its mask
+        ("diffusers/JoyImageEditPlusTransformer3DModel", (2, 36, 4, 1, 2, 2)),
         ("timm/naflexvit", (2, 3, 64, 64)),
     ],
 )
@@ -94,6 +101,24 @@ def test_a_case_is_small_and_runs(name, shape):
     assert sum(x.numel() for x in model.parameters()) < 10**6
     with torch.no_grad():
         model(**inputs)
+
+
+def test_parts_are_small_whatever_their_type():
+    model = automatic_case(f"{PREFIX}seq2seq/voxtral").model()
+    assert model.config.text_config.hidden_size == automatic_sizes.WIDTH
+    assert model.config.audio_config.hidden_size == automatic_sizes.WIDTH
+    assert sum(x.numel() for x in model.parameters()) < 10**6
+
+
+def test_float32_by_hand_is_float64():
+    def model(x):
+        plain = torch.full((), 0.1)
+        return x.float(), x.to(torch.float32), x.to(dtype=torch.float32), plain
+
+    given = torch.ones(2, dtype=torch.float64)
+    results = in_float64(model)(x=given)
+    assert {x.dtype for x in results} == {torch.float64}
+    assert {x.dtype for x in model(given)} == {torch.float32}
 
 
 def test_an_unknown_input_is_named():

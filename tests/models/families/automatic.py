@@ -13,14 +13,16 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 from typing import Any
 
 import torch
 import torch.nn as nn
 import transformers
+from torch import Tensor
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from tests.models.case import Case, random_ids, without_dropout
+from tests.models.case import BATCH, Case, random_ids, without_dropout
 from tests.models.families.automatic_sizes import (
     HEAD_DIM,
     HEADS,
@@ -31,7 +33,7 @@ from tests.models.families.automatic_sizes import (
     accepted,
     parameters,
 )
-from tests.models.families.decoders import loop_over_experts
+from tests.models.families.decoders import has_experts, loop_over_experts
 from tests.models.torchvision_schemas import define_schemas
 
 PREFIX = "automatic/"
@@ -46,27 +48,36 @@ LENGTHS = (37, 64)
 POSITIONS = 256
 
 _SAME = {
-    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "entity_vocab_size"),
+    VOCABULARY: (
+        *("vocab_size", "vocab_size_per_layer_input", "entity_vocab_size"),
+        "encoder_hash_byte_group_vocab",
+    ),
     WIDTH: (
         *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size"),
         *("word_embed_proj_dim", "encoder_hidden_size", "hidden_dim", "model_dim"),
-        *("lru_width", "emb_dim", "entity_emb_size"),
-    ),
-    HEADS: (
-        *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
-        *("encoder_attention_heads", "decoder_attention_heads"),
-        *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-        *("linear_num_value_heads", "linear_conv_kernel_dim", "patch_size"),
+        *("lru_width", "emb_dim", "entity_emb_size", "d_latents", "hidden_size_global"),
+        "audio_hidden_size",
     ),
     2: (
         *("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"),
         *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
         *("n_group", "index_n_heads", "o_groups", "linear_num_key_heads"),
         *("type_vocab_size", "altup_num_inputs", "mamba_expand", "expert_layer_period"),
+        *("num_expert_group", "num_self_attends_per_block", "num_filters"),
+        "indexer_n_heads",
+    ),
+    HEADS: (
+        *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+        *("encoder_attention_heads", "decoder_attention_heads"),
+        *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        *("linear_num_value_heads", "linear_conv_kernel_dim", "patch_size"),
+        *("linear_num_heads", "num_self_attention_heads", "num_cross_attention_heads"),
+        "indexer_compress_ratio",
     ),
     1: (
         *("topk_group", "n_shared_experts", "num_shared_experts", "n_groups"),
         *("mamba_n_groups", "max_window_layers", "first_k_dense_replace"),
+        "indexer_kv_heads",
     ),
     0: ("num_kv_shared_layers", "num_nextn_predict_layers"),
     INNER: (
@@ -82,8 +93,10 @@ _SAME = {
         *("kv_lora_rank", "qk_nope_head_dim", "index_head_dim", "o_lora_rank"),
         *("mamba_d_head", "mamba_d_state", "mamba_chunk_size", "mamba_head_dim"),
         *("chunk_size", "linear_key_head_dim", "linear_value_head_dim", "block_size"),
-        *("hidden_size_per_layer_input", "attention_chunk_size"),
+        *("hidden_size_per_layer_input", "attention_chunk_size", "linear_head_dim"),
+        *("num_latents", "indexer_head_dim", "indexer_budget", "hc_lowrank"),
     ),
+    128: ("mamba_d_ssm",),
     24: ("q_lora_rank", "qk_head_dim"),
     12: ("index_topk",),
     8: (
@@ -100,6 +113,8 @@ _SAME = {
 _SIZES: dict[str, Any] = {name: n for n, names in _SAME.items() for name in names}
 _SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SIZES |= {"decoder_start_token_id": 1}
+_SIZES |= {"width_coefficient": 1.0, "depth_coefficient": 1.0}
+_SIZES |= {"axial_pos_embds": False}  # which only one length of sequences fits
 _UNSET = ("num_key_value_heads", "head_dim", "num_experts_per_tok")
 _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
@@ -153,14 +168,14 @@ def automatic_case(name: str) -> Case:
         model, inputs = _library(kind).parts(family)
         return Case(name, kind, model, inputs, lengths=LENGTHS[:1])
     module = _model(kind, family)
-    has_experts = getattr(module, "_can_set_experts_implementation", lambda: False)()
+    any_experts = any(map(has_experts, module.modules()))
     return Case(
         name=name,
         library="transformers",
         model=functools.partial(_model, kind, family),
-        inputs=functools.partial(_inputs, kind, module.config),
+        inputs=functools.partial(_inputs, kind, module),
         lengths=LENGTHS if kind != "images" else LENGTHS[:1],
-        in_double=loop_over_experts if has_experts else None,
+        in_double=loop_over_experts if any_experts else None,
         always_labels=kind == "seq2seq",
     )
 
@@ -187,6 +202,9 @@ def _with_sizes(kind: str, family: str, unset: tuple[str, ...]) -> nn.Module:
             config.use_cache = False
         if kind == "causal" and hasattr(config, "is_decoder"):
             config.is_decoder = True
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if kind == "seq2seq" and getattr(config, name, None) is None:
+                setattr(config, name, _SIZES[name])
         parameters(lambda: model_class(config))  # parts may have sizes of their own
         torch.manual_seed(0)
         model: nn.Module = model_class(config)
@@ -216,11 +234,16 @@ def _configuration(config_class: Any, unset: tuple[str, ...]) -> Any:
         sizes.pop("embed_dim", None)
         sizes.pop("hidden_size", None)
     kinds = defaults.get("layer_types")
+    if kinds is None and "conv_L_cache" in defaults:  # and no pattern of them
+        kinds = ["conv", "full_attention"]
     layers = 2
     if isinstance(kinds, list | tuple) and kinds:
         several = list(dict.fromkeys(kinds))
         layers = max(2, len(several))
         sizes["layer_types"] = (several * 2)[:layers]
+        if defaults.get("rope_parameters") == {}:
+            plain = {"rope_type": "default", "rope_theta": 10000.0}
+            sizes["rope_parameters"] = dict.fromkeys(several, plain)
     sizes |= {name: layers for name in _LAYERS if isinstance(defaults.get(name), int)}
     for name, value in defaults.items():
         if name == "layer_types" or not name.endswith(("layer_types", "_layers")):
@@ -235,6 +258,14 @@ def _configuration(config_class: Any, unset: tuple[str, ...]) -> Any:
         sizes["num_key_value_heads"] = HEADS
     if "qk_rope_head_dim" in defaults and "head_dim" in sizes:
         sizes["head_dim"] = _SIZES["qk_rope_head_dim"]
+    if "width_coefficient" in defaults:
+        width = defaults["width_coefficient"]  # which its other channels go with
+        sizes["hidden_dim"] = int(defaults["hidden_dim"] / width)
+        sizes["initializer_range"] = 0.2  # or its batch norms see only their epsilon
+    if "expand" in defaults and "num_heads" in sizes:  # of a state space
+        sizes["num_heads"] = defaults["expand"] * WIDTH // HEAD_DIM
+    if "default_language" in defaults:
+        sizes["default_language"] = defaults["languages"][0]
     sizes |= _parts(config_class, defaults, unset)
     return without_dropout(accepted(config_class, sizes))
 
@@ -246,10 +277,11 @@ def _parts(
     parts = {}
     for name, part_class in getattr(config_class, "sub_configs", {}).items():
         kind = (defaults.get(name) or {}).get("model_type")
-        if part_class is transformers.AutoConfig:
-            part_class = configuration_auto.CONFIG_MAPPING.get(kind)
-        if part_class is not None and kind is not None:
+        if part_class is transformers.AutoConfig and kind:
+            part_class = configuration_auto.CONFIG_MAPPING[kind]
+        if kind is not None:
             parts[name] = _configuration(part_class, unset)
+            parts[name].use_cache = False
     return parts
 
 
@@ -258,13 +290,37 @@ def _words(values: list[Any]) -> list[str]:
     return [x for x in dict.fromkeys(values) if isinstance(x, str)]
 
 
-def _inputs(kind: str, config: Any, length: int) -> dict[str, Any]:
-    if kind == "images":
-        size = getattr(config, "image_size", 32)
-        size = size if isinstance(size, int) else size[0]
-        channels = getattr(config, "num_channels", 3)
-        images = torch.randn(2, channels, size, size)
-        return {"pixel_values": images, "labels": torch.tensor([0, 1])}
+def _inputs(kind: str, module: Any, length: int) -> dict[str, Any]:
+    config = module.config
     ids = random_ids(length)
-    labels = random_ids(length - 8) if kind == "seq2seq" else ids.clone()
-    return {"input_ids": ids, "labels": labels}
+    if kind == "images":
+        takes_ids = module.main_input_name == "input_ids"  # colors are tokens, or text
+        inputs = {"input_ids": ids} if takes_ids else _images(module)
+        return inputs | {"labels": torch.tensor([0, 1])}
+    if kind == "seq2seq" and config.is_encoder_decoder:
+        return {"input_ids": ids, "labels": random_ids(length - 8)}
+    if books := getattr(module, "num_codebooks", None):  # one row of tokens for each
+        ids = random_ids(length, BATCH * books)
+        return {"input_ids": ids, "labels": ids.view(BATCH, books, -1).transpose(1, 2)}
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    if hasattr(config, "d_latents"):  # which are decoded to all positions
+        inputs["labels"] = random_ids(config.max_position_embeddings)
+    if hasattr(config, "num_image_with_embedding"):  # whose tokens come first
+        inputs |= _images(module)
+    return inputs
+
+
+def _images(module: Any) -> dict[str, Tensor]:
+    """Make images of the size that a configuration, or its part for them, says."""
+    config = getattr(module.config, "vision_config", module.config)
+    channels = getattr(config, "num_channels", 3)
+    if "spatial_shapes" in inspect.signature(module.forward).parameters:
+        side, patch = math.isqrt(config.num_patches), config.patch_size
+        return {
+            "pixel_values": torch.randn(BATCH, side**2, channels * patch**2),
+            "pixel_attention_mask": torch.ones(BATCH, side**2, dtype=torch.long),
+            "spatial_shapes": torch.full((BATCH, 2), side),
+        }
+    size = getattr(config, "image_size", 32)
+    size = size if isinstance(size, int) else size[0]
+    return {"pixel_values": torch.randn(BATCH, channels, size, size)}

@@ -12,14 +12,19 @@ import torch.nn as nn
 
 VOCABULARY, WIDTH, HEADS, INNER, HEAD_DIM = 211, 64, 4, 96, 16
 CHANNELS, SIDE, FRAMES, TEXT = 4, 12, 3, 11  # of latents; tokens of a prompt
-LARGEST = 40_000_000  # parameters; more are no small configuration
+LARGEST = 52_000_000  # parameters; more are no small configuration
 _ATTEMPTS = 6
+UNSET = 2  # how much of what is None by default gets a size; see sizes_of
 
 _BY_NAME = {  # the first that fits says the size
     r"(head_dim|dim_head)$": HEAD_DIM,
     r"heads$": HEADS,
     r"^(num|n)_.*(layers|blocks)$|^(n?layers|.*depths?)$": 2,
     r"(vocab_size|codebook_size)$": VOCABULARY,
+    r"^pad_token_id$": 0,
+    r"^inject_.*_blocks$": 1,
+    r"^motion_encoder_size$": HEAD_DIM,
+    r"^rope_freq_dim$": 2,
     r"^(num_embeddings|text_len.*|max_text_seq_length)$": TEXT,
     r"^max_position_embeddings$": 4 * HEAD_DIM,
     r"^num_classes$": 10,
@@ -29,14 +34,15 @@ _BY_NAME = {  # the first that fits says the size
     r"num_groups$": 2,
     r"^(video_length|sample_frames)$": FRAMES,
     r"^(vace_|audio_|cond_)?(in|out|io|latent)_channels$": CHANNELS,
-    r"^(in|out)_(visual_)?dim$|^latent_dim$": CHANNELS,
-    r"^(freq_dim|rotary_dim)$": 2 * HEAD_DIM,
+    r"^(in|out)_((visual|audio)_)?dim$|^latent_dim$": CHANNELS,
+    r"^freq_dim$": 2 * HEAD_DIM,
+    r"^rotary_dim$": HEAD_DIM,
     r"(ff|ffn|inner|d_ff|intermediate)_?(dim|size|hidden_size)?$": INNER,
     r"(^|_)(dims?|hidden_size|channels|chs|width|size_hidden|d_model)$": WIDTH,
     r"_dim_t5$|_dim2$": WIDTH,
 }
 _BY_NAME_IF_UNSET = _BY_NAME | {r"^patch_size$": 2}
-_PARTS_OF_A_HEAD = re.compile(r"axes_dim|rope_dim|axes_dims")
+_PARTS_OF_A_HEAD = re.compile(r"axes_dim|rope_dim|axes_dims|mrope_section")
 _OF_PATCHES = re.compile(r"patch|axes_lens|scale|rope_axes_len|window|tile")
 _LAYER_NUMBERS = re.compile(r"layer_ids$|_layers$")
 
@@ -45,21 +51,31 @@ class NoConfigurationError(Exception):
     """A family that these sizes do not fit, or whose classes do not say theirs."""
 
 
-def sizes_of(made: Callable[..., Any], unset: bool) -> dict[str, Any]:
+def sizes_of(made: Callable[..., Any], unset: int) -> dict[str, Any]:
     """Arguments of a constructor that make what it makes small, by their names.
 
-    unset: give sizes to integers that are None by default, too.
+    unset: 1 gives sizes to what is None by default, too, but for those of outputs,
+        which are then mostly those of inputs; 2 to all, and to a head one part more.
     """
     sizes: dict[str, Any] = {}
     for name, parameter in inspect.signature(made).parameters.items():
         default, size = parameter.default, None
-        if default is None and unset and "int" in str(parameter.annotation):
-            by_name = {} if name.startswith("out_") else _BY_NAME_IF_UNSET
+        if name == "rope_scaling" and unset:
+            ones = [1.0] * (HEAD_DIM // 2)
+            size = {"short_factor": ones, "long_factor": ones}
+        elif default is None and unset and "list" in str(parameter.annotation):
+            size = _list(name)
+        elif default is None and unset and "int" in str(parameter.annotation):
+            by_name = _BY_NAME_IF_UNSET
+            if name.startswith("out_") and unset < UNSET:
+                by_name = {}
             size = _number(name, by_name)
+        elif default is False and name.startswith("has_"):
+            size = True
         elif isinstance(default, float) and "drop" in name:
             size = 0.0
         elif isinstance(default, list | tuple):
-            size = _numbers(name, default)
+            size = _numbers(name, default, more=unset == UNSET)
         elif isinstance(default, int) and not isinstance(default, bool):
             size = _number(name)
         if size is not None:
@@ -75,13 +91,28 @@ def _number(name: str, by_name: dict[str, int] = _BY_NAME) -> int | None:
     return None
 
 
-def _numbers(name: str, default: Iterable[Any]) -> Any:
-    """As many sizes as the default has, or None to keep that."""
+def _list(name: str) -> list[int] | None:
+    """Return sizes in a list that has no default, or None."""
+    if _PARTS_OF_A_HEAD.search(name):
+        return head_parts(2)
+    if _LAYER_NUMBERS.search(name):
+        return [0, 1, 0, 1]
+    size = _number(name)
+    return None if size is None else [size] * 2
+
+
+def _numbers(name: str, default: Iterable[Any], more: bool) -> Any:
+    """As many sizes as the default has, or None to keep that.
+
+    more: a head has a part more, for frames, than its default.
+    """
     values = list(default)
     if not values or not all(type(x) is int for x in values):
         return None
     if _PARTS_OF_A_HEAD.search(name):
-        parts = head_parts(len(values))
+        parts = head_parts(len(values) + more)
+        if "section" in name:  # of pairs
+            parts = [x // 2 for x in parts]
     elif _LAYER_NUMBERS.search(name):
         parts = [0]
     elif _OF_PATCHES.search(name) or (size := _number(name)) is None:

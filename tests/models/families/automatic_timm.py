@@ -54,22 +54,24 @@ def parts(family: str) -> tuple[Callable[[], nn.Module], Callable[[int], Any]]:
 
     Raises: NoConfigurationError.
     """
-    problems, counts = [], {}
-    for make in _makers(family):
-        try:
-            counts[make] = parameters(make)
-        except Exception as error:  # whatever a class makes of such sizes
-            problems.append(f"{type(error).__name__}: {error}")
-    for make in sorted(counts, key=counts.__getitem__):
-        for side in (*_SIDES, _own_side(make.args[0])):
-            inputs = functools.partial(images, side)
+    problems: list[str] = []
+    for own_side in (False, True):
+        counts = {}
+        for make in _makers(family, own_side):
             try:
-                with torch.no_grad():
-                    make()(**inputs(0))
-            except Exception as error:  # so these are no inputs of it
+                counts[make] = parameters(make)
+            except Exception as error:  # whatever a class makes of such sizes
                 problems.append(f"{type(error).__name__}: {error}")
-            else:
-                return make, inputs
+        for make in sorted(counts, key=counts.__getitem__):
+            for side in (*_SIDES, _own_side(make.args[0])):
+                inputs = functools.partial(images, side)
+                try:
+                    with torch.no_grad():
+                        make()(**inputs(0))
+                except Exception as error:  # so these are no inputs of it
+                    problems.append(f"{type(error).__name__}: {error}")
+                else:
+                    return make, inputs
     raise NoConfigurationError(problems[0])
 
 
@@ -78,8 +80,11 @@ def images(side: int, _: int = 0) -> dict[str, Any]:
     return {"x": torch.randn(BATCH, 3, side, side)}
 
 
-def _makers(family: str) -> Iterator[functools.partial[nn.Module]]:
-    """Yield what makes models, with sizes by their names and without."""
+def _makers(family: str, own_side: bool) -> Iterator[functools.partial[nn.Module]]:
+    """Yield what makes models, with sizes by their names and without.
+
+    own_side: of images of the size that the models have themselves.
+    """
     names = sorted(timm.list_models(module=family), key=lambda x: (len(x), x))
     for name in names[:_TRIED]:
         with torch.device("meta"):
@@ -89,7 +94,8 @@ def _makers(family: str) -> Iterator[functools.partial[nn.Module]]:
         if patch is not None and isinstance(patch.default, int):
             sizes["patch_size"] = _PATCH
         few = {k: x for k, x in sizes.items() if "drop" in k or k == "img_size"}
-        for given in (sizes, _PLAIN | few, few):
+        own = {k: x for k, x in sizes.items() if k != "img_size"}
+        for given in [own] if own_side else [sizes, _PLAIN | few, few]:
             yield functools.partial(model, name, tuple(given.items()))
 
 

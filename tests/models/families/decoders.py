@@ -99,7 +99,18 @@ def model(name: str, **changes: Any) -> nn.Module:
 
 def loop_over_experts(module: Any) -> None:
     """torch's grouped products, by which experts are computed, have no float64."""
-    module.set_experts_implementation("eager")
+    set_experts(module, "eager")
+
+
+def set_experts(module: Any, how: str) -> None:
+    """Have a model, or the parts of it that have any, compute its experts so."""
+    for part in filter(has_experts, module.modules()):
+        part.set_experts_implementation(how)
+
+
+def has_experts(part: Any) -> bool:
+    """Tell whether a module of transformers may compute experts in several ways."""
+    return bool(getattr(part, "_can_set_experts_implementation", lambda: False)())
 
 
 @contextmanager
