@@ -292,7 +292,11 @@ def _every_row(exact: list[dict[str, Any]]) -> list[str]:
         gathered = "" if "gathered" not in row else f"{row['gathered'] / 1024:.0f}"
         claims = {True: "yes", False: "no", None: ""}[row.get(DIVIDED)]
         attention = f"{row.get('sharded', 0)} of {row.get('attention', 0)}"
-        measured = f"{row.get('error', 0.0):.0e}", attention, str(len(row.get("mixers", ())))
+        measured = (
+            f"{row.get('error', 0.0):.0e}",
+            attention,
+            str(len(row.get("mixers", ()))),
+        )
         name = row["case"].removeprefix(PREFIX)
         table.append([name, *measured, f"{row.get('work', 0.0):.2f}", gathered, claims])
     columns = ("error", "attention", "mixers", "work", "gathered", "library")

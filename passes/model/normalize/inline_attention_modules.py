@@ -19,6 +19,7 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
@@ -122,18 +123,26 @@ def _splice(body: fx.GraphModule, node: fx.Node, inputs: list[fx.Node]) -> None:
     placeholders = body.graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, inputs, strict=True))
     results: Any = None
-    with graph.inserting_before(node):
+    trained = any(
+        x.requires_grad for x in tree_leaves(fake_value(node)) if x is not None
+    )
+    with (
+        graph.inserting_before(node),
+        fake_mode_of(graph),
+        torch.set_grad_enabled(trained),
+    ):
         for inner in body.graph.nodes:
             if inner.op == "output":
                 results = fx.map_arg(inner.args[0], copies.__getitem__)
             elif inner.op == "call_function":
+                args, kwargs = fx.map_arg(
+                    (inner.args, inner.kwargs), copies.__getitem__
+                )
+                given = fx.map_arg((args, kwargs), lambda x: plain_fake(fake_value(x)))
+                # A trace does not say which values have a gradient.
+                value = inner.target(*given[0], **given[1])
                 copies[inner] = insert_call(
-                    graph,
-                    inner.target,
-                    fx.map_arg(inner.args, copies.__getitem__),
-                    like=node,
-                    value=inner.meta.get("val"),
-                    kwargs=fx.map_arg(inner.kwargs, copies.__getitem__),
+                    graph, inner.target, args, like=node, value=value, kwargs=kwargs
                 )
             else:
                 assert inner.op == "placeholder", f"unexpected {inner.op} {inner.name}"

@@ -1,7 +1,7 @@
 """Find the rows of which a call makes rows, or tokens.
 
-    y = conv2d(x, weight, stride=2)    rows of y, in dimension 2, are made of those of x
-    y = x.flatten(2)                   the tokens of y are made of the rows of x
+y = conv2d(x, weight, stride=2)    rows of y, in dimension 2, are made of those of x
+y = x.flatten(2)                   the tokens of y are made of the rows of x
 """
 
 from __future__ import annotations

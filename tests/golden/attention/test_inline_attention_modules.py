@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
+from cpcompile.cost.plans import Direction
 from tests.golden.capture import capture, capture_pass
 from tests.golden.golden_text import assert_golden, bare_calls, lines_without
 
@@ -271,3 +272,24 @@ def test_eager_still_looks(mesh):
     looks = nn.modules.transformer._detect_is_causal_mask
     mask = nn.Transformer.generate_square_subsequent_mask(4)
     assert looks(mask) and not looks(mask.flip(0))
+
+
+class Pool(nn.Module):
+    """One query, the mean of the tokens, as attention that pools has."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x.mean(1, keepdim=True), x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_inlined_is_trained_where_the_module_is(mesh, trained):
+    """The strategy for one query, split_kv, has no gradient."""
+    with torch.set_grad_enabled(trained):
+        ctx = found(Pool(), mesh).ctx
+    (plan,) = ctx.findings.plans.values()
+    expected = Direction.BOTH if trained else Direction.FORWARD
+    assert plan.workload.direction is expected
