@@ -5,9 +5,10 @@
     x -> view, permute -> windows of 7 x 7      windows: other parts of the same
                                                 dimensions are batch; they stay
 
-The tokens of queries and of keys are followed backwards (sharding/sequence_dims). Where
-inputs are sharded, the tokens have to be theirs: attention over another dimension of
-them has each rank's own entries, and nothing to exchange.
+The tokens of queries and of keys are followed backwards (sharding/sequence_dims).
+Queries may be none: a class token, a mean of tokens, learned latents. Attention over
+another dimension of an input that is sharded has each rank's own entries, and nothing
+to exchange.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ...graph.calls import canonical_call
 from ...graph.nodes import fake_value
 from ..sharding.rows_before import rows_before
 from ..sharding.sequence_dims import Origins, SequenceDims
+from .matched import AttentionPattern
 
 
 class InputDim(NamedTuple):
@@ -61,34 +63,52 @@ def over_sequences(
     settled: set[Any] = set()
     accepted = []
     for call in attentions:
-        both = [dims.origins(*x, settled) for x in call.tokens[:2]]
-        if not all(_are_data(x, inputs) for x in both):
+        queries, keys = (dims.origins(*x, settled) for x in call.tokens[:2])
+        if not _are_data(keys, inputs):
             continue
-        reached = {InputDim(*x) for origins in both for x in origins.nodes}
-        is_known = any(x.is_known for x in both)
-        if sharded and not (is_known or _reach(dims, reached, sharded)):
+        if not (_are_data(queries, inputs) or _may_ask(call, queries)):
             continue
+        both = (queries, keys)
+        if sharded and not any(x.is_known for x in both):
+            begun = {InputDim(*x) for origins in both for x in origins.nodes}
+            if not _may_be_shared(_made_of(dims, begun), sharded):
+                continue
         accepted.append(call)
         settled.update(*(x.steps for x in both))
     return accepted
 
 
-def _reach(dims: SequenceDims, tokens: set[InputDim], sharded: set[InputDim]) -> bool:
-    """Tell whether a sharded dimension has the tokens, or is one that makes them.
+def _may_ask(call: _Attention, queries: Origins) -> bool:
+    """Tell whether queries may be no tokens: a class token, a mean, learned latents.
 
-    The rows of an image do, which are flattened with its columns.
+    Where weights are read too, ranks share the queries, and have to have some.
     """
-    open_dims, asked = [*tokens], set[InputDim]()
+    in_windows = queries.parts or any(_is_window(*x) for x in _begun(queries))
+    return isinstance(call, AttentionPattern) and not in_windows
+
+
+def _may_be_shared(tokens: set[InputDim], sharded: set[InputDim]) -> bool:
+    """Tell whether tokens are those that are sharded, or of no input that is.
+
+    Of another dimension of such an input each rank has its own entries.
+    """
+    of_sharded = {x.node for x in sharded} & {x.node for x in tokens}
+    return bool(tokens & sharded) or not of_sharded
+
+
+def _made_of(dims: SequenceDims, tokens: set[InputDim]) -> set[InputDim]:
+    """Return these tokens and what they are made of, as of the rows of an image."""
+    found, open_dims = set[InputDim](), [*tokens]
     while open_dims:
-        found = open_dims.pop()
-        if found in sharded:
-            return True
-        before = None if found in asked else rows_before(*found)
-        asked.add(found)
+        x = open_dims.pop()
+        if x in found:
+            continue
+        found.add(x)
+        before = rows_before(*x)
         if before is not None:
             origins = dims.origins(*before, set())
-            open_dims += [InputDim(*x) for x in origins.nodes]
-    return False
+            open_dims += [InputDim(*y) for y in origins.nodes]
+    return found
 
 
 def is_over_sequence(
@@ -110,12 +130,17 @@ def _are_data(tokens: Origins, inputs: set[fx.Node]) -> bool:
     """
     if tokens.is_known or any(node in inputs for node, _ in tokens.nodes):
         return True
-    begins = [node for node, _ in tokens.nodes if node.op.startswith("call")]
-    return bool(begins) and not (tokens.parts or any(map(_is_window, begins)))
+    begun = _begun(tokens)
+    return bool(begun) and not (tokens.parts or any(_is_window(*x) for x in begun))
 
 
-def _is_window(node: fx.Node) -> bool:
+def _begun(tokens: Origins) -> list[tuple[fx.Node, int]]:
+    """Return the values of calls in which tokens begin, with their dimension."""
+    return [(node, dim) for node, dim in tokens.nodes if node.op.startswith("call")]
+
+
+def _is_window(node: fx.Node, dim: int) -> bool:
     """Tell whether a view deals one dimension out to both the tokens and the batch."""
     dims = follow(node)[-1].dims
-    parts = [{factor.dim for factor in dim if factor.dim is not None} for dim in dims]
-    return any(a & b for i, a in enumerate(parts) for b in parts[i + 1 :])
+    parts = [{factor.dim for factor in x if factor.dim is not None} for x in dims]
+    return any(parts[dim] & x for at, x in enumerate(parts) if at != dim)
