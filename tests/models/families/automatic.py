@@ -233,20 +233,31 @@ def _configuration(config_class: Any, unset: tuple[str, ...]) -> Any:
     if isinstance(defaults.get("num_heads"), list | tuple):  # of stages, widening
         sizes.pop("embed_dim", None)
         sizes.pop("hidden_size", None)
-    kinds = defaults.get("layer_types")
+    names = ("layer_types", "layers_block_type")
+    of_layers = next((x for x in names if defaults.get(x)), "layer_types")
+    kinds = defaults.get(of_layers)
     if kinds is None and "conv_L_cache" in defaults:  # and no pattern of them
         kinds = ["conv", "full_attention"]
     layers = 2
     if isinstance(kinds, list | tuple) and kinds:
         several = list(dict.fromkeys(kinds))
+        if several == ["linear_attention"]:  # the other type of a hybrid
+            several.append("full_attention")
         layers = max(2, len(several))
-        sizes["layer_types"] = (several * 2)[:layers]
+        sizes[of_layers] = (several * 2)[:layers]
         if defaults.get("rope_parameters") == {}:
             plain = {"rope_type": "default", "rope_theta": 10000.0}
             sizes["rope_parameters"] = dict.fromkeys(several, plain)
     sizes |= {name: layers for name in _LAYERS if isinstance(defaults.get(name), int)}
     for name, value in defaults.items():
-        if name == "layer_types" or not name.endswith(("layer_types", "_layers")):
+        if name.endswith("attn_layer_indices"):
+            sizes[name] = [layers - 1]
+        elif name.endswith("_layer_period"):
+            sizes[name] = layers
+        elif name.endswith("_layer_offset"):
+            sizes[name] = layers - 1
+        endings = ("layer_types", "_layers", "block_types")
+        if name == of_layers or not name.endswith(endings):
             continue
         if (
             isinstance(value, list)
