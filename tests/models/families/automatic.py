@@ -244,6 +244,8 @@ def _configuration(config_class: Any, unset: tuple[str, ...]) -> Any:
         if several == ["linear_attention"]:  # the other type of a hybrid
             several.append("full_attention")
         layers = max(2, len(several))
+        if "hybrid" in several:  # whose blocks are tied, if there are two
+            layers *= 2
         sizes[of_layers] = (several * 2)[:layers]
         if defaults.get("rope_parameters") == {}:
             plain = {"rope_type": "default", "rope_theta": 10000.0}
