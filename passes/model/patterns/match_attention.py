@@ -32,6 +32,7 @@ from .products import (
     read_product,
     untransposed,
 )
+from .refills import refilled
 from .scores import (
     CONVERSIONS,
     LOW,
@@ -96,7 +97,12 @@ def read_softmax(softmax: fx.Node) -> AttentionPattern | None:
                 if attention is None or not sums
                 else with_log_sum(attention, sums[0])
             )
-        weights = next_weights(weights, user)
+        following = next_weights(weights, user)
+        if following is None and weights.labels == scores.labels:
+            hides = refilled(scores, weights.nodes[-1], user)
+            if hides is not None:
+                scores, following = hides, weights.then(user)
+        weights = following
     return None
 
 

@@ -88,7 +88,7 @@ def _factor(
     divides = spelled(node).startswith("div")
     if divides and (name != "input" or arguments.get("rounding_mode") is not None):
         return None
-    value = _number(other)
+    value = number_of(other)
     if value is None:
         return _scaled(scores, node, other, "divide" if divides else "scale")
     if value == 0:
@@ -235,7 +235,7 @@ def _chosen(
 def _hidden(
     scores: Scores, node: fx.Node, mask: Any, value: Any, kind: str
 ) -> Scores | None:
-    number = None if scores.sinks is not None else _number(value)
+    number = None if scores.sinks is not None else number_of(value)
     if number is None or not number <= LOW or not isinstance(mask, fx.Node):
         return None
     mask_value = fake_value(mask)
@@ -248,7 +248,7 @@ def _hidden(
     return scores.then(node, terms=(*scores.terms, term))
 
 
-def _number(x: Any) -> float | None:
+def number_of(x: Any) -> float | None:
     """Return a number, also if it is a constant of one element that the graph makes."""
     if _is_number(fake_value(x)):
         return float(fake_value(x))

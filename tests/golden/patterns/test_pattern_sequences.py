@@ -37,6 +37,7 @@ NOT_KNOWN = "it is of no form that is known"
 LEFT = [
     *("shifted_before_sinks", "raised_before_sinks"),
     *("shape_read_elsewhere", "over_rows"),
+    *("refilled_less", "refilled_another_mask"),
 ]
 ROW_PARALLEL = {
     "temperature_of_keys": NOT_KNOWN,

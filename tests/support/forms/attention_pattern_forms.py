@@ -51,6 +51,20 @@ def filled_low(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT / 2.0).masked_fill(hidden, -1e9).softmax(-1) @ v
 
 
+def refilled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As CPM-Ant: weights of what is hidden are set to zero, by a mask made anew."""
+    scores = (q @ k.mT / 2.0).masked_fill(causal(q) == torch.tensor(False), -math.inf)
+    weights = scores.softmax(-1)
+    return torch.masked_fill(weights, causal(q) == torch.tensor(False), 0.0) @ v
+
+
+def refilled_low(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As ESPnet. The first query sees no key: it gives 0, and no mean."""
+    hidden = causal(q).logical_not() | (torch.arange(q.shape[-2])[:, None] == 0)
+    weights = (q @ k.mT / 2.0).masked_fill(hidden, lowest(q)).softmax(-1)
+    return torch.where(hidden, 0.0, weights) @ v
+
+
 def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As the older GPT-2."""
     scores = torch.matmul(q, k.transpose(-1, -2)) / q.shape[-1] ** 0.5
@@ -221,6 +235,8 @@ FORMS: dict[str, Callable[..., Tensor]] = {
             functions,
             filled,
             filled_low,
+            refilled,
+            refilled_low,
             chosen,
             chosen_tensor,
             in_place,
@@ -233,6 +249,18 @@ FORMS: dict[str, Callable[..., Tensor]] = {
         *(narrow_bias, temperature, learned_temperature, divided_and_capped),
     )
 }
+
+
+def refilled_less(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Half of what is hidden by a low number is set to zero."""
+    first = torch.arange(q.shape[-2])[:, None] == 0
+    scores = (q @ k.mT).masked_fill(first, -1e9).masked_fill(~causal(q), -1e9)
+    return scores.softmax(-1).masked_fill(~causal(q), 0.0) @ v
+
+
+def refilled_another_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT).masked_fill(causal(q).logical_not(), -torch.inf)
+    return scores.softmax(-1).masked_fill(causal(q).logical_not().mT, 0.0) @ v
 
 
 def over_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -302,7 +330,7 @@ TWINS: dict[str, Callable[..., Tensor]] = {
         *(over_heads, over_channels, over_rows, linear, weights_read_again, windows),
         *(temperature_of_keys, scaled_until_it_hides_nothing),
         *(*sink_forms.TWINS, shifted_by_columns, added_to_a_low_number),
-        shape_read_elsewhere,
+        *(shape_read_elsewhere, refilled_less, refilled_another_mask),
     )
 }
 
