@@ -65,6 +65,8 @@ def infer_inputs(
     unclear: dict[str, list[int]] = {}
     called = SequenceDims(graph, operands, fake_mode, mesh, axis)
     for node, dims in _dims_of(names, called):
+        if len(dims) > 1:
+            dims = _joined(node, set(names), operands, called) or dims
         if len(dims) == 1:
             named[node] = (names[node], dims[0])
         else:
@@ -111,6 +113,21 @@ def _dims_of(
         dims = [x.dim for x in sequence_dims.candidates(node) if x.outer == 1]
         if dims:
             yield node, dims
+
+
+def _joined(
+    node: fx.Node,
+    inputs: set[fx.Node],
+    operands: Iterable[tuple[fx.Node, int]],
+    sequence_dims: SequenceDims,
+) -> list[int]:
+    """Return the dimensions of an input whose tokens attention sees with another's."""
+    found = set[int]()
+    for operand in operands:
+        origins = sequence_dims.origins(*operand, set()).nodes
+        if any(x in inputs for x, _ in origins if x is not node):
+            found.update(dim for x, dim in origins if x is node)
+    return sorted(found)
 
 
 def _has_axis(x: DTensor, mesh: DeviceMesh) -> bool:

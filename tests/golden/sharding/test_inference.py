@@ -232,6 +232,21 @@ the attention calls of axial read different dimensions of one input as their seq
     )
 
 
+def test_the_reading_that_another_input_joins_is_meant(mesh):
+    """Prompts [B, tokens, layers, D] attend to layers before tokens join an image's."""
+
+    def joined(image, text):
+        b, t, n, d = text.shape
+        of_layers = attend(text.reshape(b * t, n, d)).view(b, t, n, d)
+        return attend(torch.cat([of_layers.mean(2), image], 1))
+
+    captured = capture(
+        joined, torch.randn(2, 32, 32), torch.randn(2, 16, 4, 32), mesh=mesh
+    )
+    report = GraphReport.of(captured.ctx, (), "forward")
+    assert {(x.name, x.dim) for x in report.inputs} == {("image", 1), ("text", 1)}
+
+
 def test_either_reading_may_be_chosen(mesh):
     for dim in (1, 2):
         captured = capture(
