@@ -13,6 +13,7 @@ deals windows out as it deals tokens, so that a rank borrows few tokens from nei
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.fx as fx
@@ -23,8 +24,9 @@ from cpcompile.geometry.lengths import is_symbol
 from ...graph.calls import canonical_call
 from ...graph.new_call import NewCall
 from ...graph.nodes import fake_value
-from ...placement.decisions import Replace
+from ...placement.decisions import Propagate, Replace
 from ...placement.graph_values import GraphValues
+from ...placement.placement_calls import cp_exchange
 from .move_rules import move_tokens, split_dim
 
 
@@ -63,6 +65,49 @@ def in_windows(
     shape = [*after[:dim], even * (size if joins else 1), *after[dim + 1 :]]
     view = NewCall(torch.reshape, (padded, shape))
     return move_tokens(known, [view], dim, "slice", None, after[dim], 1)
+
+
+def windows_flattened(known: GraphValues, node: fx.Node) -> Propagate | None:
+    """Decide on a view that flattens uneven rows of windows with other dimensions.
+
+        x: [B, 3, W, 7, 7, C] S(1) on 2 ranks, 2 and 1 rows of windows
+        reshape(x, (B * 3 * W, 49, C))
+          ->
+        cp_exchange(x, 1, 0), and so S(0) of samples with all of their windows
+
+    Of a flattened dimension torch's parts are even, and no rank has them: the windows
+    are shared out along another dimension that is flattened, and divided evenly.
+    """
+    source = canonical_call(node).arguments["input"]
+    dim = split_dim(known, source)
+    if dim is None:
+        return None
+    shapes = fake_value(source).shape, fake_value(node).shape
+    if any(is_symbol(n) for shape in shapes for n in shape):
+        return None
+    before, after = ([int(n) for n in shape] for shape in shapes)  # guards fix some
+    ranks = known.ctx.ranks
+    others = [x for x in _flattened_with(before, after, dim) if before[x] % ranks == 0]
+    if before[dim] % ranks == 0 or not others:
+        return None
+    exchanged = NewCall(cp_exchange, (source, known.on, dim, others[0]))
+    return Propagate(NewCall(torch.reshape, (exchanged, after)))
+
+
+def _flattened_with(before: list[int], after: list[int], dim: int) -> list[int]:
+    """Return the other dimensions that a view makes one of, together with `dim`."""
+    starts = [prod(after[:at]) for at in range(len(after) + 1)]
+    first, behind = prod(before[:dim]), prod(before[: dim + 1])
+    at = next((x for x, n in enumerate(starts[1:]) if n >= behind), None)
+    if at is None or starts[at] > first:
+        return []
+    return [
+        x
+        for x in range(len(before))
+        if x != dim
+        and prod(before[:x]) >= starts[at]
+        and prod(before[: x + 1]) <= starts[at + 1]
+    ]
 
 
 def windows(before: Sequence[int], after: Sequence[int], dim: int) -> int | None:

@@ -65,7 +65,7 @@ from ..attention.find_attention import attention_operands, unrewritten
 from ..functions.chunked_function import chunked_function
 from ..functions.function_bodies import is_autograd_function
 from ..moves.move_rules import moved_tokens
-from ..moves.window_views import in_windows, window_view
+from ..moves.window_views import in_windows, window_view, windows_flattened
 from ..mutation.functionalise_writes import steps_to_part
 from ..mutation.masked_rows import placed_rows, write_rows
 from ..mutation.write_rules import in_place, write_part
@@ -312,7 +312,11 @@ def unfold(graph_values: GraphValues, node: fx.Node) -> Decision | None:
 
 def view(known: GraphValues, node: fx.Node) -> Decision | None:
     """Keep flattened tokens, and windows of tokens, in the parts of ranks."""
-    return flattened_tokens(known, node) or window_view(known, node)
+    return (
+        flattened_tokens(known, node)
+        or window_view(known, node)
+        or windows_flattened(known, node)
+    )
 
 
 def repeat(known: GraphValues, node: fx.Node) -> Decision | None:

@@ -42,6 +42,60 @@ sin = .sin(cp_move_tokens_3)  # [2, 40, 8] S(1)""",
     )
 
 
+def in_columns(columns):
+    """3 rows of windows of 2 x 2, in so many columns, of 4 or of 2 samples."""
+
+    def call(x):
+        windows = x.view(x.shape[0], 3, 2, columns, 2, -1).transpose(2, 3)
+        return attend(windows.reshape(-1, 4, x.shape[-1])).view(windows.shape).sin()
+
+    return call
+
+
+@pytest.mark.parametrize("mesh_of", [2], indirect=True)
+def test_uneven_rows_of_windows_become_samples(mesh_of):
+    """Ranks have two rows and one row of windows."""
+    captured = sharded(windowed(in_columns(3)), mesh_of, 2, 36, 8)
+    assert_golden(
+        captured.lines("exchange", "reshape", "sin", "replicated"),
+        """\
+reshape_1 = reshape(cp_move_tokens, [2, 4, 2, 3, 2, 8])  # [2, 4, 2, 3, 2, 8] S(1)
+cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
+    1)  # [2, 3, 2, 3, 2, 8] S(1)
+cp_exchange = cp_exchange(windows, 1, 0)  # [2, 3, 3, 2, 2, 8] S(0)
+reshape = reshape(cp_exchange, [18, 4, 8])  # [18, 4, 8] S(0)
+unflatten_1 = .unflatten(reshape, -1, (4, -1))  # [18, 4, 4, 2] S(0)
+sin = .sin(view_1)  # [2, 3, 3, 2, 2, 8] S(0)
+sin_1 = .sin(sin)  # [2, 3, 3, 2, 2, 8] S(0)
+cp_gather = cp_gather(sin_1)  # [2, 3, 3, 2, 2, 8]""",
+    )
+
+
+@pytest.mark.parametrize("mesh_of", [2], indirect=True)
+def test_uneven_rows_of_windows_become_columns(mesh_of):
+    captured = sharded(windowed(in_columns(4)), mesh_of, 1, 48, 8)
+    assert_golden(
+        captured.lines("exchange", "reshape", "sin", "replicated"),
+        """\
+reshape_1 = reshape(cp_move_tokens, [1, 4, 2, 4, 2, 8])  # [1, 4, 2, 4, 2, 8] S(1)
+cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
+    1)  # [1, 3, 2, 4, 2, 8] S(1)
+cp_exchange = cp_exchange(windows, 1, 2)  # [1, 3, 4, 2, 2, 8] S(2)
+reshape = reshape(cp_exchange, [12, 4, 8])  # [12, 4, 8] _S(0, 3)
+unflatten_1 = .unflatten(reshape, -1, (4, -1))  # [12, 4, 4, 2] _S(0, 3)
+sin = .sin(view_1)  # [1, 3, 4, 2, 2, 8] S(2)
+sin_1 = .sin(sin)  # [1, 3, 4, 2, 2, 8] S(2)
+cp_gather = cp_gather(sin_1)  # [1, 3, 4, 2, 2, 8]""",
+    )
+
+
+@pytest.mark.parametrize("mesh_of", [2], indirect=True)
+def test_what_ranks_do_not_divide_is_gathered(mesh_of):
+    captured = sharded(windowed(in_columns(3)), mesh_of, 1, 36, 8)
+    assert "cp_exchange" not in captured.text
+    assert "= cp_replicated(" in captured.text
+
+
 VIEWS = {
     "a grid": lambda x: x.reshape(2, 10, 2, 2, 8).amax(2),
     "unflatten": lambda x: x.unflatten(1, (10, 4)).amax(2),
