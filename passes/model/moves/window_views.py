@@ -95,7 +95,7 @@ def windows_flattened(known: GraphValues, node: fx.Node) -> Propagate | None:
 
 
 def _flattened_with(before: list[int], after: list[int], dim: int) -> list[int]:
-    """Return the other dimensions that a view makes one of, together with `dim`."""
+    """Return the dimensions that a view, at least in part, makes one with `dim`."""
     starts = [prod(after[:at]) for at in range(len(after) + 1)]
     first, behind = prod(before[:dim]), prod(before[: dim + 1])
     at = next((x for x, n in enumerate(starts[1:]) if n >= behind), None)
@@ -105,8 +105,8 @@ def _flattened_with(before: list[int], after: list[int], dim: int) -> list[int]:
         x
         for x in range(len(before))
         if x != dim
-        and prod(before[:x]) >= starts[at]
-        and prod(before[: x + 1]) <= starts[at + 1]
+        and prod(before[:x]) < starts[at + 1]
+        and prod(before[: x + 1]) > starts[at]
     ]
 
 

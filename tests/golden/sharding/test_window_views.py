@@ -89,6 +89,29 @@ cp_gather = cp_gather(sin_1)  # [1, 3, 4, 2, 2, 8]""",
     )
 
 
+def unrolled(x):
+    """Places in a window come before windows, as in Hiera."""
+    places = x.view(2, 3, 2, 3, 2, 8).permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
+    return places.sin().reshape(2, 36, 8)
+
+
+@pytest.mark.parametrize("mesh_of", [2], indirect=True)
+def test_uneven_rows_are_exchanged_for_a_part_of_what_is_flattened(mesh_of):
+    captured = sharded(windowed(unrolled), mesh_of, 2, 36, 8)
+    assert_golden(
+        captured.lines("exchange", "reshape", "sin", "replicated"),
+        """\
+reshape_1 = reshape(cp_move_tokens, [2, 4, 2, 3, 2, 8])  # [2, 4, 2, 3, 2, 8] S(1)
+cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
+    1)  # [2, 3, 2, 3, 2, 8] S(1)
+sin = .sin(places)  # [8, 3, 3, 8] S(1)
+cp_exchange = cp_exchange(sin, 1, 0)  # [8, 3, 3, 8] S(0)
+reshape = reshape(cp_exchange, [2, 36, 8])  # [2, 36, 8] S(0)
+sin_1 = .sin(reshape)  # [2, 36, 8] S(0)
+cp_gather = cp_gather(sin_1)  # [2, 36, 8]""",
+    )
+
+
 @pytest.mark.parametrize("mesh_of", [2], indirect=True)
 def test_what_ranks_do_not_divide_is_gathered(mesh_of):
     captured = sharded(windowed(in_columns(3)), mesh_of, 1, 36, 8)
