@@ -19,7 +19,6 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves
 
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
@@ -123,9 +122,9 @@ def _splice(body: fx.GraphModule, node: fx.Node, inputs: list[fx.Node]) -> None:
     placeholders = body.graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, inputs, strict=True))
     results: Any = None
-    trained = any(
-        x.requires_grad for x in tree_leaves(fake_value(node)) if x is not None
-    )
+    made = fake_value(node)
+    made = made if isinstance(made, tuple) else (made,)
+    trained = any(isinstance(x, Tensor) and x.requires_grad for x in made)
     with (
         graph.inserting_before(node),
         fake_mode_of(graph),
