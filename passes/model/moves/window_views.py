@@ -87,9 +87,12 @@ def windows_flattened(known: GraphValues, node: fx.Node) -> Propagate | None:
         return None
     before, after = ([int(n) for n in shape] for shape in shapes)  # guards fix some
     ranks = known.ctx.ranks
-    others = [x for x in _flattened_with(before, after, dim) if before[x] % ranks == 0]
+    group = _flattened_with(before, after, dim)
+    others = [x for x in group if before[x] % ranks == 0]
     if before[dim] % ranks == 0 or not others:
         return None
+    if max(group) < dim:
+        return None  # tokens behind samples, which losses read as they are
     exchanged = NewCall(cp_exchange, (source, known.on, dim, others[0]))
     return Propagate(NewCall(torch.reshape, (exchanged, after)))
 
