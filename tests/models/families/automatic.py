@@ -244,7 +244,7 @@ def _configuration(config_class: Any, unset: tuple[str, ...]) -> Any:
         if several == ["linear_attention"]:  # the other type of a hybrid
             several.append("full_attention")
         layers = max(2, len(several))
-        if "hybrid" in several:  # whose blocks are tied, if there are two
+        if of_layers == "layers_block_type" and "hybrid" in several:  # tied, if two
             layers *= 2
         sizes[of_layers] = (several * 2)[:layers]
         if defaults.get("rope_parameters") == {}:
