@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from tests.models import outcome
-from tests.models.outcome import Outcome, RankRun, Verdict, compare, judge
+from tests.models.outcome import (
+    Outcome,
+    RankRun,
+    Verdict,
+    compare,
+    judge,
+    reference,
+    rounded_otherwise,
+)
 from tests.models.plan import TRAIN, settings
 from tests.models.run_case import short
 from tests.models.setting import Mode, Setting
@@ -137,6 +145,15 @@ def test_verdicts(known, runs, verdict, text):
     judged = judge("llama/default", TRAIN, runs)
     assert judged.verdict is verdict
     assert text in judged.text
+
+
+def test_other_roundings_lead_a_little_away():
+    exact = reference("llama/default", TRAIN)[0]
+    other = rounded_otherwise("llama/default", TRAIN)
+    assert all(name.startswith("grad ") for name in other)
+    _, mistakes = compare({**exact, **other}, exact, exact)
+    assert mistakes == []
+    assert any(not torch.equal(other[name], exact[name]) for name in other)
 
 
 def test_what_the_table_shows_of_a_run(known):
