@@ -87,8 +87,9 @@ def windows_flattened(known: GraphValues, node: fx.Node) -> Propagate | None:
         return None
     before, after = ([int(n) for n in shape] for shape in shapes)  # guards fix some
     ranks = known.ctx.ranks
+    split = {getattr(p, "dim", None) for p in known.value(source).placements}
     group = _flattened_with(before, after, dim)
-    others = [x for x in group if before[x] % ranks == 0]
+    others = [x for x in group if before[x] % ranks == 0 and x not in split]
     if before[dim] % ranks == 0 or not others:
         return None
     if max(group) < dim:

@@ -1,9 +1,15 @@
 """Attention within windows and along axes of an image, in float64."""
 
-import pytest
+import copy
 
-from tests.cpu.against_one_process import compare
-from tests.support.grids import MODULES, WIDTH
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.cpu.against_one_process import compare, run
+from tests.support.bounds import check, deviations
+from tests.support.grids import MODULES, WIDTH, Windows
 
 CASES = [
     (name, world, batch, door)
@@ -26,3 +32,25 @@ def compared(name, world, batch, door):
 def test_it_equals_one_process(pools, name, world, batch, door):
     for comparison in pools[world].run(compared, name, world, batch, door, timeout=100):
         comparison.check()
+
+
+def on_two_axes():
+    """Samples are shared out over dp, and uneven rows of windows over cp."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alone = Windows(rows=12).double()
+    model = copy.deepcopy(alone)
+    x = torch.randn(4, 96, WIDTH, dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    options = {"mesh": mesh, "axis": "cp", "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="cp", options=options)
+    given = distribute_tensor(x, mesh, [Shard(0), Shard(1)]).requires_grad_()
+    wanted = run(alone, x.clone().requires_grad_(), alone)
+    return deviations(run(compiled, given, model), wanted)
+
+
+@pytest.mark.timeout(120)
+def test_windows_of_samples_on_another_axis(pools):
+    """They are exchanged for columns of windows: the samples are shared out already."""
+    for found in pools[4].run(on_two_axes, timeout=100):
+        check(found)
