@@ -10,7 +10,7 @@ are combined at once (cp_whole); a call that adds them up inside is not left to 
 Note [Images without a batch]
 The backward of adaptive_avg_pool2d may be split on channels. Its rule (torch 2.13)
 takes dimension 1 for the channels, which is rows where there is no batch. The rule of
-convolutions takes a part of a weight for all of it.
+convolutions takes a part of a weight for all of it, and a summand for the sum.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class MisreadRules(TorchDispatchMode):
                 )
             elif func is aten.convolution.default and _is_split(args[1]):
                 self.problem = "DTensor takes a part of the weight for all of it"
+            elif func is aten.convolution.default and any(map(_is_summand, args[:3])):
+                self.problem = "DTensor takes a summand of a rank for the sum"
         return result
 
 
@@ -71,6 +73,10 @@ def _keeps_parts(func: Any) -> bool:
     """Tell whether a call gives its numbers as they are; in place, DTensor refuses."""
     returns = func._schema.returns
     return func is aten.clone.default or any(r.alias_info for r in returns)
+
+
+def _is_summand(x: Any) -> bool:
+    return isinstance(x, DTensor) and any(p.is_partial() for p in x.placements)
 
 
 def _is_split(x: Any) -> bool:

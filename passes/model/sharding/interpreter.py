@@ -72,7 +72,7 @@ from ..mutation.write_rules import refuse_lost_writes
 from .dim_flows import token_operands
 from .gathered_calls import warn_of_gathered_call
 from .graph_edges import enter_gathered
-from .pin_gradients import inputs_to_pin, pin_for
+from .pin_gradients import inputs_to_combine, inputs_to_pin, pin_for
 from .row_parallel import row_parallel
 from .sequence_dims import SequenceDims, lost_dim
 from .sharding_rules import decide
@@ -218,6 +218,9 @@ class ShardingInterpreter(GraphWriter):
         """Let DTensor decide the placement, or fall back to gathered tensors."""
         originals = (node.args, node.kwargs)
         self.wrap_inputs(node)
+        for argument in inputs_to_combine(self, node):
+            whole = self.written(NewCall(cp_whole, (argument,)), node)
+            node.replace_input_with(argument, whole)
         for argument in inputs_to_pin(self, node):
             pinned = self.written(NewCall(cp_pin, (argument,)), node)
             self.storages[pinned] = self.storages.get(argument)

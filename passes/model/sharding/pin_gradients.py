@@ -26,7 +26,7 @@ from ...flow.trial_backward import (
     OnlyUnsplitGradients,
     OnlyWholeGradients,
 )
-from ...graph.calls import canonical_call
+from ...graph.calls import canonical_call, spelled
 from ...graph.cp_attention import is_cp_attention
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_pin, cp_unreduced, cp_unsplit
@@ -48,6 +48,27 @@ def inputs_to_pin(graph_values: GraphValues, node: fx.Node) -> list[fx.Node]:
         for x in inputs
         if x not in graph_values.of_parameters and _is_whole(graph_values, x)
     ]
+
+
+def inputs_to_combine(graph_values: GraphValues, node: fx.Node) -> list[fx.Node]:
+    """Return the inputs of a call that need cp_whole: sums that must not wait.
+
+    DTensor's rule of convolutions (torch 2.13) takes a rank's summand for the sum, and
+    every rank adds the bias.
+    """
+    if spelled(node) not in _CONVOLUTIONS:
+        return []
+    values = [(x, graph_values.values.get(x)) for x in node.all_input_nodes]
+    return [
+        x
+        for x, value in values
+        if isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
+    ]
+
+
+_CONVOLUTIONS = frozenset(
+    f"conv{transposed}{n}d" for transposed in ("", "_transpose") for n in (1, 2, 3)
+) | {"convolution"}
 
 
 def pin_for(

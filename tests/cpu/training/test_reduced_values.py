@@ -1,0 +1,108 @@
+"""Values that are reduced over the tokens of all ranks, and what is done to them next.
+
+Sums may wait until a call needs them, and with gradients they wait less: every call is
+compared with one process with gradients and without.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.cpu.attention_cases import sequence_mesh
+from tests.support.bounds import Deviation, check, deviations
+
+REDUCED = {
+    "mean": lambda x: x.mean(1),
+    "sum": lambda x: x.sum(1),
+    "amax": lambda x: x.amax(1),
+    "var": lambda x: x.var(1),
+    "norm": lambda x: x.norm(dim=1),
+    "pool": lambda x: F.adaptive_avg_pool2d(x.mT.unsqueeze(-1), 1).flatten(1),
+    "logsumexp": lambda x: x.logsumexp(1),
+}
+
+
+def filled(shape: tuple[int, ...]) -> Tensor:
+    """Weights that are the same on every rank."""
+    count = torch.Size(shape).numel()
+    return torch.linspace(-1, 1, count, dtype=torch.float64).sin().view(shape)
+
+
+BIAS, MATRIX = filled((8,)), filled((8, 8))
+CONVOLUTIONS = {
+    "conv1d": lambda y: F.conv1d(y.unsqueeze(-1), filled((6, 8, 1)), BIAS[:6]),
+    "conv1d without a bias": lambda y: F.conv1d(y.unsqueeze(-1), filled((6, 8, 1))),
+    "conv2d": lambda y: F.conv2d(y[:, :, None, None], filled((6, 8, 1, 1)), BIAS[:6]),
+    "same": lambda y: F.conv1d(
+        y.unsqueeze(-1), filled((6, 8, 1)), BIAS[:6], padding="same"
+    ),
+    "transposed": lambda y: F.conv_transpose1d(
+        y.unsqueeze(-1), filled((8, 6, 1)), BIAS[:6]
+    ),
+}
+OTHERS = {
+    "plus": lambda y: y + 1,
+    "minus": lambda y: 1 - y,
+    "alpha": lambda y: torch.add(BIAS, y, alpha=2.0),
+    "product": lambda y: y * y,
+    "quotient": lambda y: 1 / (y + 5),
+    "pointwise": lambda y: F.silu(y) + y.abs() + y.clamp(-0.1, 0.1) + y.exp(),
+    "linear": lambda y: F.linear(y, MATRIX, BIAS),
+    "addmm": lambda y: torch.addmm(BIAS, y, MATRIX),
+    "bilinear": lambda y: F.bilinear(y, y, filled((3, 8, 8)), BIAS[:3]),
+    "layer_norm": lambda y: F.layer_norm(y, (8,), BIAS, BIAS),
+    "group_norm": lambda y: F.group_norm(y.unsqueeze(-1), 2, BIAS, BIAS),
+    "batch_norm": lambda y: F.batch_norm(y, BIAS, BIAS.abs() + 1, BIAS, BIAS, False),
+    "softmax": lambda y: y.softmax(-1),
+    "pad": lambda y: F.pad(y, (1, 1), value=3.0),
+    "cat": lambda y: torch.cat([y, BIAS.expand(2, 8), y + 1], -1),
+    "where": lambda y: torch.where(y > 0, y, BIAS),
+    "masked_fill": lambda y: y.masked_fill(BIAS > 0, 4.0),
+    "cumprod": lambda y: y.cumprod(-1),
+    "sort": lambda y: y.sort(-1)[0],
+    "index_fill": lambda y: y.index_fill(1, torch.tensor([1]), 3.0),
+    "lerp": lambda y: torch.lerp(y, BIAS.expand(2, 8), 0.3),
+    "interpolate": lambda y: F.interpolate(y.unsqueeze(1), 16),
+    "einsum": lambda y: torch.einsum("bc,bd->bcd", y, y),
+    "in place": lambda y: y.clone().add_(1).mul_(y),
+    "cross_entropy": lambda y: F.cross_entropy(y, torch.tensor([1, 2])),
+    "glu": F.glu,
+}
+
+
+def compared(reduced: str, names: tuple[str, ...], world: int) -> list[Deviation]:
+    """Results, with gradients and without, and gradients."""
+    x = filled((2, 3 * world, 8)) + torch.arange(3 * world)[:, None] / 7
+    got, wanted = {}, {}
+    for name in names:
+        call = (CONVOLUTIONS | OTHERS)[name]
+
+        def step(x: Tensor, call=call) -> Tensor:
+            return call(REDUCED[reduced](x))
+
+        torch._dynamo.reset()
+        options = {"mesh": sequence_mesh(world), "inner": "aot_eager"}
+        options |= {"shard": {"x": 1}}
+        compiled = torch.compile(step, backend="cp", options=options)
+        for values, run in ((wanted, step), (got, compiled)):
+            with torch.no_grad():
+                values[f"{name} without gradients"] = run(x)
+            given = x.clone().requires_grad_()
+            y = run(given)
+            (y * filled(y.shape)).sum().backward()
+            values |= {name: y.detach(), f"gradient of {name}": given.grad}
+    return deviations(got, wanted)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow(but=["mean-convolutions", "amax-convolutions"])
+@pytest.mark.parametrize(
+    "calls", [CONVOLUTIONS, OTHERS], ids=["convolutions", "others"]
+)
+@pytest.mark.parametrize("reduced", REDUCED)
+def test_what_reads_them_equals_one_process(pools, reduced, calls):
+    for found in pools[2].run(compared, reduced, tuple(calls), 2, timeout=280):
+        check(found)
