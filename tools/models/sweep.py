@@ -143,6 +143,7 @@ def tried(pools: Pools, name: str, seconds: float) -> dict[str, Any]:
         if exactly.verdict is Verdict.EXACT:
             text = f"in float64 {exactly.error:.0e}; in float32 {outcome.text}"
             row |= {"verdict": exactly.verdict.value, "text": text}
+            row["error"] = float(f"{exactly.error:.1e}")
         else:
             row["text"] = f"in float64: {exactly.text}"
     if outcome.verdict in (Verdict.REFUSED, Verdict.CRASH):
@@ -274,7 +275,8 @@ def markdown(found: dict[str, Any]) -> str:
 _EVERY_ROW = """
 ## Exact
 
-- error: the largest one, as a share of the tensor's scale.
+- error: the largest one, as a share of the tensor's scale; in float64, where that is
+  what decided.
 - attention: calls that are shared out, of all. mixers: what mixes tokens by other means
   and is shared out by a strategy of its own; a convolution or a cumulative sum counts
   only if something else than its neighbours' tokens is exchanged.
