@@ -21,6 +21,9 @@ thousand summands, and each rounds once:
 
     error <= ROUNDINGS * eps of float64 * scale
 
+Another result in float64, with other roundings, shows where they grow, as in batch
+norms of two values: TIMES its distance from the exact one is added.
+
 A fault is larger by many orders of magnitude: a token, a rank or a summand that is
 missing, or counted twice, changes results in their first digits.
 """
@@ -118,7 +121,8 @@ def bound(
     scale = scale_of(exact, floor)
     if rough is None or rough.dtype == torch.float64:
         assert exact.dtype == torch.float64, f"{exact.dtype} needs a rough result"
-        return ROUNDINGS * torch.finfo(exact.dtype).eps * scale
+        other = 0.0 if rough is None else error_of(whole(rough), exact)
+        return ROUNDINGS * torch.finfo(exact.dtype).eps * scale + TIMES * other
     eps = torch.finfo(rough.dtype).eps if rough.is_floating_point() else 0.0
     own = error_of(whole(rough), exact)
     assert own < torch.inf, "nothing is too far from such a rough result"

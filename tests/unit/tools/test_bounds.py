@@ -26,7 +26,9 @@ def test_the_bound_grows_with_the_error_of_the_rough_result():
     assert bound(EXACT, rough, floor=5.0) == TIMES * 5 * EPS
     rough[0] += 0.25
     assert bound(EXACT, rough) == TIMES * (0.25 + 2 * EPS)
-    assert bound(EXACT) == ROUNDINGS * EPS_64 * 2
+    assert bound(EXACT) == bound(EXACT, EXACT) == ROUNDINGS * EPS_64 * 2
+    other = EXACT + 1e-6 * torch.ones_like(EXACT)
+    assert bound(EXACT, other) == pytest.approx(bound(EXACT) + TIMES * 1e-6)
 
 
 def test_a_message_has_the_name_the_error_and_the_bound():
