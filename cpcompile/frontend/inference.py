@@ -66,7 +66,8 @@ def infer_inputs(
     called = SequenceDims(graph, operands, fake_mode, mesh, axis)
     for node, dims in _dims_of(names, called):
         if len(dims) > 1:
-            dims = _joined(node, set(names), operands, called) or dims
+            joined = _joined(node, set(names), operands, called)
+            dims = [dim for dim in dims if dim in joined] or dims
         if len(dims) == 1:
             named[node] = (names[node], dims[0])
         else:
@@ -120,14 +121,14 @@ def _joined(
     inputs: set[fx.Node],
     operands: Iterable[tuple[fx.Node, int]],
     sequence_dims: SequenceDims,
-) -> list[int]:
+) -> set[int]:
     """Return the dimensions of an input whose tokens attention sees with another's."""
     found = set[int]()
     for operand in operands:
         origins = sequence_dims.origins(*operand, set()).nodes
         if any(x in inputs for x, _ in origins if x is not node):
             found.update(dim for x, dim in origins if x is node)
-    return sorted(found)
+    return found
 
 
 def _has_axis(x: DTensor, mesh: DeviceMesh) -> bool:

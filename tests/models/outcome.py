@@ -147,7 +147,6 @@ def _other_order(case: Case, setting: Setting) -> dict[str, Tensor]:
 
     The rows of the batch are in another order, and experts are products of single rows.
     """
-
     model: Any = make_model(case)
     set_experts(model, "batched_mm")
     found = run_steps(case, setting, model, _rows_reversed(model))
@@ -162,7 +161,6 @@ def rounded_otherwise(name: str, setting: Setting) -> dict[str, Tensor]:
     order. How far that leads no computation in float64 can do better than: batch norms
     of two values, as in the last stage of a small image, lose ten digits.
     """
-
     case = case_of(name)
     model: Any = case.doubled(make_model(case))
     generator = torch.Generator().manual_seed(0)

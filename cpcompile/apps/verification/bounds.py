@@ -122,6 +122,7 @@ def bound(
     if rough is None or rough.dtype == torch.float64:
         assert exact.dtype == torch.float64, f"{exact.dtype} needs a rough result"
         other = 0.0 if rough is None else error_of(whole(rough), exact)
+        assert other < torch.inf, "nothing is too far from such a rough result"
         return ROUNDINGS * torch.finfo(exact.dtype).eps * scale + TIMES * other
     eps = torch.finfo(rough.dtype).eps if rough.is_floating_point() else 0.0
     own = error_of(whole(rough), exact)

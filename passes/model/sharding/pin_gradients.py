@@ -30,6 +30,7 @@ from ...graph.calls import canonical_call, spelled
 from ...graph.cp_attention import is_cp_attention
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_pin, cp_unreduced, cp_unsplit
+from ..normalize.pad_convolutions import CONVOLUTIONS
 
 
 def inputs_to_pin(graph_values: GraphValues, node: fx.Node) -> list[fx.Node]:
@@ -67,8 +68,12 @@ def inputs_to_combine(graph_values: GraphValues, node: fx.Node) -> list[fx.Node]
 
 
 _CONVOLUTIONS = frozenset(
-    f"conv{transposed}{n}d" for transposed in ("", "_transpose") for n in (1, 2, 3)
-) | {"convolution"}
+    (
+        *CONVOLUTIONS,
+        *(x.replace("conv", "conv_transpose") for x in CONVOLUTIONS),
+        "convolution",
+    )
+)
 
 
 def pin_for(

@@ -42,6 +42,10 @@ sin = .sin(cp_move_tokens_3)  # [2, 40, 8] S(1)""",
     )
 
 
+def exchanges(captured):
+    return captured.lines("exchange", "reshape", "sin", "replicated")
+
+
 def in_columns(columns):
     """3 rows of windows of 2 x 2, in so many columns, of 4 or of 2 samples."""
 
@@ -57,7 +61,7 @@ def test_uneven_rows_of_windows_become_samples(mesh_of):
     """Ranks have two rows and one row of windows."""
     captured = sharded(windowed(in_columns(3)), mesh_of, 2, 36, 8)
     assert_golden(
-        captured.lines("exchange", "reshape", "sin", "replicated"),
+        exchanges(captured),
         """\
 reshape_1 = reshape(cp_move_tokens, [2, 4, 2, 3, 2, 8])  # [2, 4, 2, 3, 2, 8] S(1)
 cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
@@ -75,7 +79,7 @@ cp_gather = cp_gather(sin_1)  # [2, 3, 3, 2, 2, 8]""",
 def test_uneven_rows_of_windows_become_columns(mesh_of):
     captured = sharded(windowed(in_columns(4)), mesh_of, 1, 48, 8)
     assert_golden(
-        captured.lines("exchange", "reshape", "sin", "replicated"),
+        exchanges(captured),
         """\
 reshape_1 = reshape(cp_move_tokens, [1, 4, 2, 4, 2, 8])  # [1, 4, 2, 4, 2, 8] S(1)
 cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
@@ -99,7 +103,7 @@ def unrolled(x):
 def test_uneven_rows_are_exchanged_for_a_part_of_what_is_flattened(mesh_of):
     captured = sharded(windowed(unrolled), mesh_of, 2, 36, 8)
     assert_golden(
-        captured.lines("exchange", "reshape", "sin", "replicated"),
+        exchanges(captured),
         """\
 reshape_1 = reshape(cp_move_tokens, [2, 4, 2, 3, 2, 8])  # [2, 4, 2, 3, 2, 8] S(1)
 cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
