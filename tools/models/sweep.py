@@ -253,7 +253,7 @@ def markdown(found: dict[str, Any]) -> str:
         tried_of_all = f"{len(of_kind)}/{max(len(of_kind), len(_installed(kind)))}"
         table.append([kind, tried_of_all, cells[0], shared, *cells[1:], divided])
     header = ["kind", "tried", verdicts[0], "shared", *verdicts[1:], DIVIDED]
-    lines += ["", *markdown_table(header, table), "", *_claims(rows)]
+    lines += ["", *markdown_table(header, table), "", *_claims(rows), *_older(rows)]
     for title, chosen in (
         ("Not exact", (Verdict.REFUSED, Verdict.WRONG, Verdict.CRASH)),
         ("Not by torch", (NO_TORCH,)),
@@ -282,7 +282,7 @@ _EVERY_ROW = """
   only if something else than its neighbours' tokens is exchanged.
 - work: of all ranks together over that of one device.
 - gathered: KiB that a rank receives in both calls because a call of the program needs a
-  value whole that is split; empty in rows that were recorded before it was counted.
+  value whole that is split; empty where no forward was run.
 - library: whether the library claims to divide it.
 """
 
@@ -330,6 +330,20 @@ def _claims(rows: list[dict[str, Any]]) -> list[str]:
     asked = [x for x in exact if x.get(DIVIDED) is not None]
     divided = sum(x[DIVIDED] for x in asked)
     return [f"Of {len(asked)} exact families, the library claims to divide {divided}."]
+
+
+def _older(rows: list[dict[str, Any]]) -> list[str]:
+    """Say which rows are of a training step alone, from before forwards were run."""
+    exact = [x for x in rows if x["verdict"] == Verdict.EXACT.value]
+    count = sum("gathered" not in x for x in exact)
+    if not count:
+        return []
+    return [
+        "",
+        f"{count} of them are of a training step alone: they were recorded before "
+        "forwards",
+        "were run and gathered bytes counted, and have none under gathered.",
+    ]
 
 
 def _named(row: dict[str, Any]) -> str:
