@@ -142,6 +142,7 @@ MODULES = {
     "uneven": (lambda: Windows(rows=12), 96),
     "axes": (Axes, 48),
     "one step": (InOneStep, 54),
+    "uneven columns": (lambda: Windows(rows=12, columns=12, shift=2), 144),
     "uneven axes": (lambda: Axes(rows=9), 54),
     "frames": (Frames, 128),
 }

@@ -42,6 +42,9 @@ def in_windows(
 ) -> NewCall | None:
     """Return the view of a value in another shape that cuts or joins windows.
 
+    One sample's rows of windows become windows of the batch, and rows again: leading
+    dimensions of one entry are left out, and added, by the same view.
+
     None if DTensor makes it, or if it is another view.
     """
     dim = split_dim(known, source)
@@ -51,20 +54,27 @@ def in_windows(
     if any(is_symbol(n) for shape in shapes for n in shape):
         return None
     before, after = ([int(n) for n in shape] for shape in shapes)  # guards fix some
-    size = windows(before, after, dim)
+    left_out, added = _leading_ones(before[:dim]), _leading_ones(after)
+    inner = before[left_out:], after[added:], dim - left_out
+    size = windows(*inner)
     joins = size is None
-    size = windows(after, before, dim) if joins else size
+    size = windows(inner[1], inner[0], inner[2]) if joins else size
     if size is None:
         return None
-    ranks, count = known.ctx.ranks, (before if joins else after)[dim]
+    at = inner[2] + added  # of the result
+    ranks, count = known.ctx.ranks, before[dim] if joins else after[at]
     if count % ranks == 0 or leaves_ranks_empty(count, ranks):
         return None  # DTensor does the former; views of no windows at all fail
     even = ranks * -(-count // ranks)
     more = (even - count) * (1 if joins else size)
     padded = move_tokens(known, [source], dim, "pad", 0, more, "constant", fill=0.0)
-    shape = [*after[:dim], even * (size if joins else 1), *after[dim + 1 :]]
+    shape = [*after[:at], even * (size if joins else 1), *after[at + 1 :]]
     view = NewCall(torch.reshape, (padded, shape))
-    return move_tokens(known, [view], dim, "slice", None, after[dim], 1)
+    return move_tokens(known, [view], at, "slice", None, after[at], 1)
+
+
+def _leading_ones(shape: Sequence[int]) -> int:
+    return next((at for at, n in enumerate(shape) if n != 1), len(shape))
 
 
 def windows_flattened(known: GraphValues, node: fx.Node) -> Propagate | None:

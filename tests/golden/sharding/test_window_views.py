@@ -77,19 +77,48 @@ cp_gather = cp_gather(sin_1)  # [2, 3, 3, 2, 2, 8]""",
 
 @pytest.mark.parametrize("mesh_of", [2], indirect=True)
 def test_uneven_rows_of_windows_become_columns(mesh_of):
-    captured = sharded(windowed(in_columns(4)), mesh_of, 1, 48, 8)
+    captured = sharded(windowed(in_columns(4)), mesh_of, 3, 48, 8)
     assert_golden(
         exchanges(captured),
         """\
-reshape_1 = reshape(cp_move_tokens, [1, 4, 2, 4, 2, 8])  # [1, 4, 2, 4, 2, 8] S(1)
+reshape_1 = reshape(cp_move_tokens, [3, 4, 2, 4, 2, 8])  # [3, 4, 2, 4, 2, 8] S(1)
 cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
-    1)  # [1, 3, 2, 4, 2, 8] S(1)
-cp_exchange = cp_exchange(windows, 1, 2)  # [1, 3, 4, 2, 2, 8] S(2)
-reshape = reshape(cp_exchange, [12, 4, 8])  # [12, 4, 8] _S(0, 3)
-unflatten_1 = .unflatten(reshape, -1, (4, -1))  # [12, 4, 4, 2] _S(0, 3)
-sin = .sin(view_1)  # [1, 3, 4, 2, 2, 8] S(2)
-sin_1 = .sin(sin)  # [1, 3, 4, 2, 2, 8] S(2)
-cp_gather = cp_gather(sin_1)  # [1, 3, 4, 2, 2, 8]""",
+    1)  # [3, 3, 2, 4, 2, 8] S(1)
+cp_exchange = cp_exchange(windows, 1, 2)  # [3, 3, 4, 2, 2, 8] S(2)
+reshape = reshape(cp_exchange, [36, 4, 8])  # [36, 4, 8] _S(0, 9)
+unflatten_1 = .unflatten(reshape, -1, (4, -1))  # [36, 4, 4, 2] _S(0, 9)
+sin = .sin(view_1)  # [3, 3, 4, 2, 2, 8] S(2)
+sin_1 = .sin(sin)  # [3, 3, 4, 2, 2, 8] S(2)
+cp_gather = cp_gather(sin_1)  # [3, 3, 4, 2, 2, 8]""",
+    )
+
+
+@pytest.mark.parametrize("mesh_of", [2], indirect=True)
+def test_uneven_rows_of_one_samples_windows_move_at_borders(mesh_of):
+    """Ranks have 6 and 3 windows by rows, and 5 and 4 in the batch."""
+    captured = sharded(windowed(in_columns(3)), mesh_of, 1, 36, 8)
+    assert_golden(
+        captured.lines("exchange", "move_tokens", "sin"),
+        """\
+cp_move_tokens = cp_move_tokens([flatten], 1, 'pad', 0, 12, 'constant',
+    fill=0)  # [1, 48, 8] S(1)
+reshape_1 = reshape(cp_move_tokens, [1, 4, 2, 3, 2, 8])  # [1, 4, 2, 3, 2, 8] S(1)
+cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
+    1)  # [1, 3, 2, 3, 2, 8] S(1)
+windows = .transpose(cp_move_tokens_1, 2, 3)  # [1, 3, 3, 2, 2, 8] S(1)
+cp_move_tokens_2 = cp_move_tokens([windows], 1, 'pad', 0, 1, 'constant',
+    fill=0)  # [1, 4, 3, 2, 2, 8] S(1)
+reshape_2 = reshape(cp_move_tokens_2, [12, 4, 8])  # [12, 4, 8] S(0)
+cp_move_tokens_3 = cp_move_tokens([reshape_2], 0, 'slice', None, 9, 1)  # [9, 4, 8] S(0)
+unflatten_1 = .unflatten(cp_move_tokens_3, -1, (4, -1))  # [9, 4, 4, 2] S(0)
+cp_move_tokens_4 = cp_move_tokens([flatten_1], 0, 'pad', 0, 3, 'constant',
+    fill=0)  # [12, 4, 8] S(0)
+reshape_3 = reshape(cp_move_tokens_4, [1, 4, 3, 2, 2, 8])  # [1, 4, 3, 2, 2, 8] S(1)
+cp_move_tokens_5 = cp_move_tokens([reshape_3], 1, 'slice', None, 3,
+    1)  # [1, 3, 3, 2, 2, 8] S(1)
+sin = .sin(cp_move_tokens_5)  # [1, 3, 3, 2, 2, 8] S(1)
+sin_1 = .sin(sin)  # [1, 3, 3, 2, 2, 8] S(1)
+cp_gather = cp_gather(sin_1)  # [1, 3, 3, 2, 2, 8]""",
     )
 
 
@@ -118,7 +147,7 @@ cp_gather = cp_gather(sin_1)  # [2, 36, 8]""",
 
 @pytest.mark.parametrize("mesh_of", [2], indirect=True)
 def test_what_ranks_do_not_divide_is_gathered(mesh_of):
-    captured = sharded(windowed(in_columns(3)), mesh_of, 1, 36, 8)
+    captured = sharded(windowed(in_columns(3)), mesh_of, 3, 36, 8)
     assert "cp_exchange" not in captured.text
     assert "= cp_replicated(" in captured.text
 
