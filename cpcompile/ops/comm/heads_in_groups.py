@@ -15,6 +15,7 @@ three times what it sends. Method: heads in chunks (arXiv 2602.21196).
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -218,15 +219,14 @@ def with_heads_in_groups(
     keys_apart = split.key_groups(groups) > 1
     (q_len, kv_len), (q_size, kv_size) = lengths, sizes
     queries = _groups_of(q, ranks, own)
+    keys = [_groups_of(x, ranks, own // run) for x in (k, v)] if keys_apart else []
     whole_keys: list[tuple[Tensor, ...]] = []
-    if keys_apart:
-        keys = [_groups_of(x, ranks, own // run) for x in (k, v)]
 
     def start(number: int) -> _Exchange:
-        tensors = [queries[number]]
+        tensors = [queries[number].flatten(1, 2)]
         blocks = [HeadBlock(ranks * own, ranks * own, q_len, q_size, q.shape[3])]
         if keys_apart or number == 0:
-            pair = [x[number] for x in keys] if keys_apart else [k, v]
+            pair = [x[number].flatten(1, 2) for x in keys] if keys_apart else [k, v]
             readers = ranks * own if keys_apart else heads
             tensors += pair
             blocks += [
@@ -250,26 +250,28 @@ def with_heads_in_groups(
         ]
         return _Exchange.of(gather_start, results, blocks, group)
 
-    leaving: list[list[_Exchange]] = []
+    coming, leaving = deque([start(0)]), deque[list[_Exchange]]()
     arrived: list[list[Tensor]] = []
-    following = start(0)
-    for number in range(groups):
-        this = following
+
+    def run_group(number: int) -> None:  # in eager, its tensors are freed on return
         if number + 1 < groups:
-            following = start(number + 1)
-        q_part, *rest = this.finish(scatter_finish)
+            coming.append(start(number + 1))
+        q_part, *rest = coming.popleft().finish(scatter_finish)
         k_part, v_part = keys_of(number, rest)
         with sharing(ranks):
             out, lse = attend(q_part, k_part, v_part, number * own)
         if leaving:
-            arrived.append(_finished(leaving.pop()))
+            arrived.append(_finished(leaving.popleft()))
         if lse is None:
             leaving.append([start_back([out])])
         elif lse.dtype == out.dtype:
             leaving.append([start_back([out, lse.unsqueeze(-1)])])
         else:
             leaving.append([start_back([x]) for x in (out, lse.unsqueeze(-1))])
-    arrived.append(_finished(leaving.pop()))
+
+    for number in range(groups):
+        run_group(number)
+    arrived.append(_finished(leaving.popleft()))
     out, *lses = (_joined(parts, ranks) for parts in zip(*arrived, strict=True))
     return out, lses[0].squeeze(-1) if lses else None
 
@@ -278,14 +280,16 @@ def _finished(exchanges: list[_Exchange]) -> list[Tensor]:
     return [x for exchange in exchanges for x in exchange.finish(gather_finish)]
 
 
-def _groups_of(x: Tensor, ranks: int, own: int) -> list[Tensor]:
-    """Cut [B, heads, ..] into parts, each with `own` heads of those of every rank."""
-    parts = x.unflatten(1, (ranks, -1)).split(own, 2)
-    return [part.flatten(1, 2) for part in parts]
+def _groups_of(x: Tensor, ranks: int, own: int) -> tuple[Tensor, ...]:
+    """Cut [B, heads, ..] into views with `own` heads of those of every rank each.
+
+    Returns: [B, ranks, own, ..] of every part. To flatten one is to copy it.
+    """
+    return x.unflatten(1, (ranks, -1)).split(own, 2)
 
 
 def _joined(parts: Sequence[Tensor], ranks: int) -> Tensor:
-    """Undo `_groups_of`."""
+    """Undo `_groups_of`, of parts that are flattened."""
     return torch.cat([x.unflatten(1, (ranks, -1)) for x in parts], 2).flatten(1, 2)
 
 
