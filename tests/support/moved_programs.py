@@ -131,6 +131,42 @@ def masked_mean(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     return (x * counts).sum(1) / counts.sum(1)
 
 
+def written(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    """Registers are written at positions that are data, from the end, too."""
+    at = torch.stack([ids.argmax() * 0 + 7, torch.tensor(-2), ids.argmin() * 0])
+    y = x.clone()
+    y[:, at] = m.registers
+    y[0, at[:2] + 1] *= 3.0
+    return m.attend(y.index_fill(1, at[:1] + 2, 0.5))
+
+
+def written_by_row(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    """Each sequence has its own positions; a number of some is added to some."""
+    at = ids.argsort(dim=1, stable=True)[:, :3]
+    rows = torch.arange(len(ids)).unsqueeze(1)
+    y = x.index_put((rows, at), m.registers)
+    y = y.index_put((rows, at[:, 1:] * 0 + 4), m.mix(x[:, 5:7]), accumulate=True)
+    return m.attend(y)
+
+
+def deeper(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    """Chosen tokens go through one more layer, as in a mixture of depths."""
+    tokens = ids.argsort(dim=1, stable=True)[:, 1:5, None]
+    at = tokens.expand(-1, -1, CHANNELS)
+    x = x.scatter_add(1, at, m.mix(x.gather(1, at)).tanh())
+    first = (tokens[:, :1] * 0 + 9).expand(-1, -1, CHANNELS)
+    return m.attend(x.scatter(1, first, 0.25))
+
+
+def added(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    """Several rows are added to one token, and a range of them is written."""
+    at = torch.tensor([6, 6, 2])
+    y = x.index_add(1, at, m.registers.expand(len(x), -1, -1))
+    y[:, torch.arange(3, 6)] = m.registers
+    y[:, at] += m.registers
+    return m.attend(y.index_copy(1, at[1:], x[:, 1:3]))
+
+
 HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "flat loss": lambda m, x, ids: F.cross_entropy(
         m.logits(x)[:, :-1].reshape(-1, WORDS), ids[:, 1:].reshape(-1)
@@ -163,6 +199,10 @@ HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "registers written": registers_written,
     "registers joined": registers_joined,
     "twice": lambda m, x, ids: m.attend(torch.cat([x[:, :9], x], 1))[:, 9:],
+    "written tokens": written,
+    "tokens written by row": written_by_row,
+    "deeper tokens": deeper,
+    "added tokens": added,
     "hidden tokens": hidden_tokens,
     "last valid token": last_valid,
     "class token": lambda m, x, ids: m.score(x[:, 0]),

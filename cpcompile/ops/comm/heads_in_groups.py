@@ -285,7 +285,7 @@ def _groups_of(x: Tensor, ranks: int, own: int) -> tuple[Tensor, ...]:
 
     Returns: [B, ranks, own, ..] of every part. To flatten one is to copy it.
     """
-    return x.unflatten(1, (ranks, -1)).split(own, 2)
+    return tuple(x.unflatten(1, (ranks, -1)).split(own, 2))
 
 
 def _joined(parts: Sequence[Tensor], ranks: int) -> Tensor:

@@ -55,6 +55,7 @@ from ...placement.placement_calls import (
 from ...placement.scan_parts import cp_scanned_in_parts
 from ...placement.token_moves import cp_move_tokens, cp_split_tokens
 from ...placement.token_picks import cp_gather_at, cp_pick_tokens
+from ...placement.token_positions import cp_numbers_at, cp_summed_at, cp_written_at
 from .layout_cut import LayoutCut
 from .permutation_proof import PermutationProofs
 
@@ -62,6 +63,7 @@ from .permutation_proof import PermutationProofs
 _GOING = (cp_tp_lift, cp_tp_move, cp_tp_lower)
 _ENTERING = (cp_from_local, cp_tp_place)
 _LEAVING = (cp_to_local, cp_tp_leave_chunks)
+_READING_A_SHAPE = (cp_dropout_mask, cp_written_at, cp_numbers_at, cp_summed_at)
 # Calls that bring tokens together by messages of their own, which no proof sees.
 _IN_ORDER = (cp_exchange, cp_mixed_in_parts, cp_scanned_in_parts)
 
@@ -211,10 +213,8 @@ class TokenGraph:
         value = fake_value(node)
         if node.target in STATE_CALLS:
             call_node(node)  # what follows runs under it
-        elif self._is_one_of_several(node):
+        elif self._is_one_of_several(node) or node.target in _READING_A_SHAPE:
             pass
-        elif node.target is cp_dropout_mask:
-            pass  # it reads a shape
         elif is_cp_attention(node):
             self._attention(node)
         elif node.target in (cp_shard, cp_place):

@@ -20,6 +20,7 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cpcompile.geometry.lengths import expected, is_same, is_symbol
 from cpcompile.geometry.token_pieces import sliced
@@ -82,7 +83,7 @@ def _item(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision 
     dim = split_dim(known, x)
     if dim is None:
         return None
-    items = _items(index, fake_value(x).ndim)
+    items = index_items(index, fake_value(x).shape)
     if items is None:
         return None
     place = _place_of(items, dim)
@@ -103,8 +104,11 @@ def _then(x: NewCall, items: tuple[Any, ...]) -> Decision:
     return Propagate(NewCall(operator.getitem, (x, items)))
 
 
-def _items(index: Any, ndim: int) -> tuple[Any, ...] | None:
-    """Write an index out, with an item for every dimension; None for masks, lists."""
+def index_items(index: Any, shape: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Write an index out, with an item for every dimension; None for masks, lists.
+
+    A range of numbers that is the only tensor becomes a slice: x[:, arange(4, 9)].
+    """
     items = list(index) if isinstance(index, tuple) else [index]
     for item in items:
         value = fake_value(item) if isinstance(item, fx.Node) else item
@@ -113,12 +117,33 @@ def _items(index: Any, ndim: int) -> tuple[Any, ...] | None:
         if isinstance(value, bool | list):
             return None
     counted = sum(item is not None and item is not Ellipsis for item in items)
-    if sum(item is Ellipsis for item in items) > 1 or counted > ndim:
+    if sum(item is Ellipsis for item in items) > 1 or counted > len(shape):
         return None
     if Ellipsis not in [x for x in items if not isinstance(x, fx.Node)]:
         items.append(Ellipsis)
     at = next(i for i, item in enumerate(items) if item is Ellipsis)
-    return (*items[:at], *[slice(None)] * (ndim - counted), *items[at + 1 :])
+    whole = [slice(None)] * (len(shape) - counted)
+    return _with_slice((*items[:at], *whole, *items[at + 1 :]), shape)
+
+
+def _with_slice(items: tuple[Any, ...], shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Write a range of numbers that is the only index as a slice."""
+    indices = [i for i, item in enumerate(items) if not isinstance(item, slice)]
+    if len(indices) != 1 or not isinstance(items[indices[0]], fx.Node):
+        return items
+    (at,) = indices
+    call = canonical_call(items[at])
+    if call.name != "arange":
+        return items
+    start, end = call.arguments.get("start", 0), call.arguments["end"]
+    step = call.arguments.get("step", 1)
+    first, last, each = map(fake_value, (start, end, step))
+    numbers = isinstance(first, int) and isinstance(each, int) and each > 0 <= first
+    if not numbers or not isinstance(last, int | torch.SymInt):
+        return items
+    if not statically_known_true(last <= shape[at]):
+        return items  # torch raises, where a slice ends
+    return (*items[:at], slice(start, end, step), *items[at + 1 :])
 
 
 def _place_of(items: tuple[Any, ...], dim: int) -> int:
@@ -339,7 +364,7 @@ def assigned_tokens(
     """
     value, part_value = known.value(base), known.value(part)
     ndim = value.ndim
-    items = _items(index, ndim)
+    items = index_items(index, value.shape)
     if items is None or not isinstance(part_value, Tensor | int | float):
         return None
     cut = [d for d, x in enumerate(items) if not (isinstance(x, slice) and x == _ALL)]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...graph.new_call import NewCall
+from ...graph.nodes import fake_value
 from ...placement.decisions import Propagate
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_place, cp_replicate, cp_whole_keys
@@ -105,15 +106,17 @@ def placed_rows(graph_values: GraphValues, node: fx.Node, base: Any) -> Propagat
 def rows_written(
     graph_values: GraphValues,
     base: fx.Node,
-    mask: fx.Node,
-    numbers: fx.Node | None,
+    mask: fx.Node | NewCall,
+    numbers: fx.Node | NewCall | None,
     value: Any,
     dim: int = 0,
     accumulate: bool = False,
+    ndim: int = 0,
 ) -> Propagate:
     """Decide on a write of rows into `base`, by a call of `write_rows`.
 
-    Every rank writes what lies in its part.
+    Every rank writes what lies in its part. ndim: of the mask and of numbers, if these
+    are calls that are yet to be written.
     """
     axis, ranks = graph_values.ctx.axis, graph_values.ctx.mesh.ndim
     before = graph_values.value(base)
@@ -128,11 +131,11 @@ def rows_written(
     elif not isinstance(before, DTensor):
         whole = NewCall(cp_replicate, (base, graph_values.on))
 
-    def cut(x: fx.Node | None) -> Any:
+    def cut(x: fx.Node | NewCall | None) -> Any:
         if x is None or not _is_whole(graph_values.value(x)):
             return x
-        ndim = graph_values.value(x).ndim
-        moved = [_moved(p, dim, ndim) for p in placements]
+        own = fake_value(x).ndim if isinstance(x, fx.Node) else ndim
+        moved = [_moved(p, dim, own) for p in placements]
         return NewCall(cp_place, (x, graph_values.on, tuple(moved)))
 
     if isinstance(value, fx.Node) and numbers is not None:

@@ -43,6 +43,7 @@ from .kept_writes import is_kept, kept_write
 from .local_writes import ViewStep, local_write
 from .masked_rows import placed_rows, rows_written, write_rows_
 from .number_rows import masked_index
+from .position_rows import WRITES_AT, assigned_rows, rows_at
 
 
 def in_place(graph_values: GraphValues, node: fx.Node) -> Decision:
@@ -87,7 +88,8 @@ def in_place(graph_values: GraphValues, node: fx.Node) -> Decision:
         copied = NewCall(cp_replicate, (base, graph_values.on))
     call = NewCall(cp_functional, (copied, function, *node.args[1:]), node.kwargs)
     if spelled(node) != "setitem":
-        return _or_fallback(graph_values, node, base, Propagate(call))
+        decision = rows_at(graph_values, node) if spelled(node) in WRITES_AT else None
+        return _or_fallback(graph_values, node, base, decision or Propagate(call))
     _, index, part = node.args
     masked = masked_index(base, index)
     if masked is not None and masked.basic is None and not isinstance(part, fx.Node):
@@ -100,6 +102,9 @@ def in_place(graph_values: GraphValues, node: fx.Node) -> Decision:
         local = _assigned(graph_values, base, part, index)
     if local is not None:
         return Write(base, Replace(local))
+    rows = assigned_rows(graph_values, base, index, part)
+    if rows is not None:
+        return _or_fallback(graph_values, node, base, rows)
     reason = "DTensor has no rule for assignment to a part of a tensor"
     return Write(base, FallBack(reason, call))
 

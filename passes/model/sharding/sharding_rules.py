@@ -68,6 +68,7 @@ from ..moves.move_rules import moved_tokens
 from ..moves.window_views import in_windows, window_view, windows_flattened
 from ..mutation.functionalise_writes import steps_to_part
 from ..mutation.masked_rows import placed_rows, write_rows
+from ..mutation.position_rows import FUNCTIONAL, rows_at
 from ..mutation.write_rules import in_place, write_part
 from ..normalize.pad_convolutions import CONVOLUTIONS, convolution
 from .flattened_tokens import flattened_tokens
@@ -389,6 +390,7 @@ def exchange(known: GraphValues, node: fx.Node) -> Decision:
 RULES: dict[str, ShardingRule] = {
     **dict.fromkeys(("view", "reshape", "flatten"), view),
     "unflatten": window_view,
+    **dict.fromkeys(FUNCTIONAL, rows_at),
     **OF_WINDOWS,
     **OF_NORMS,
     **dict.fromkeys(

@@ -32,6 +32,7 @@ from tests.support.moved_programs import (
 )
 from tests.support.profiled_messages import Messages, differences
 
+WRITTEN = ("tokens written by row", "deeper tokens", "added tokens")
 FEW = 24  # tokens that a rank receives in all exchanges together
 
 
@@ -80,15 +81,19 @@ def run(
     return {
         "warnings": texts,
         "gathers": messages.counts[Kind.ALL_GATHER],
+        "gathered": messages.sizes[Kind.ALL_GATHER],
         "exchanged": messages.sizes[Kind.ALL_TO_ALL],
         "unlisted": differences(accounts, messages),
     }
 
 
-def checked(results: list[dict[str, Any]], batch: int, width: int = WORDS) -> None:
+def checked(
+    results: list[dict[str, Any]], batch: int, width: int = WORDS, gathered: int = 0
+) -> None:
+    """gathered: how many tokens may be, which are written at other positions."""
     for found in results:
         assert found["warnings"] == []
-        assert found["gathers"] == 0
+        assert found["gathered"] <= gathered * batch * width * 8
         assert found["exchanged"] <= FEW * batch * width * 8
         assert found["unlisted"] == []
 
@@ -111,7 +116,7 @@ def test_few_tokens_travel(pools, name, world, batch, tokens, layout):
         for found in results:
             assert found["gathers"] == 0 and found["unlisted"] == []
         return
-    checked(results, batch)
+    checked(results, batch, gathered=4 if name in WRITTEN else 0)
 
 
 @pytest.mark.slow(but_every=2)
@@ -140,8 +145,9 @@ def test_with_checkpoints(pools, name):
 @pytest.mark.parametrize("name", HEADS_OF)
 def test_with_inductor(pools, name):
     options = {"inner": "inductor"}
-    for found in pools[2].run(run, name, 2, 1, 95, False, options, timeout=200):
-        assert found["gathers"] == 0
+    results = pools[2].run(run, name, 2, 1, 95, False, options, timeout=200)
+    for found in results:
+        assert found["gathers"] == 0 or name in WRITTEN
 
 
 def tiles(name: str) -> list[tuple[str, int, bool]]:
