@@ -24,7 +24,12 @@ def view_of(node: fx.Node) -> fx.Node | None:
     call = canonical_call(node)
     shared: list[Any] = []
     if call.name == "getitem":
-        shared = [call.arguments["input"]]
+        index = call.arguments["index"]
+        items = index if isinstance(index, tuple) else (index,)
+        copies = any(
+            isinstance(x, list) or getattr(fake_value(x), "ndim", 0) for x in items
+        )
+        shared = [] if copies else [call.arguments["input"]]
     elif call.overload is not None and call.overload.is_view:
         shared = [x for argument, x in _by_schema(call) if argument.alias_info]
     if call.name == "to" and fake_value(shared[0]).dtype != fake_value(node).dtype:

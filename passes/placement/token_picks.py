@@ -86,7 +86,7 @@ def _own(
     if isinstance(index, slice):
         (piece,), chosen = sliced(length, index.start, index.stop, index.step)
         whole = torch.arange(chosen, device=x.device) * piece.step + piece.start
-    elif isinstance(index, int):
+    elif isinstance(index, int | torch.SymInt):
         position = index + length if index < 0 else index
         whole = torch.full((), position, dtype=torch.int64, device=x.device)
     else:

@@ -57,7 +57,7 @@ def _setting(r: Random, wishes: Wishes) -> Setting:
         heads=heads,
         lengths=lengths,
         door=r.choice(["named", "inferred", "inferred", "dtensor"]),
-        mode="no_grad" if r.random() < 0.08 else "train",
+        mode="no_grad" if r.random() < 0.2 else "train",
         dtype=wishes.dtype,
         inner=inner,
         strategy=r.choice(strategies),

@@ -207,6 +207,7 @@ HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "last valid token": last_valid,
     "class token": lambda m, x, ids: m.score(x[:, 0]),
     "last token": lambda m, x, ids: m.score(x[:, -1]),
+    "middle token": lambda m, x, ids: m.score(x[:, x.shape[1] // 2]),
     "chosen tokens": lambda m, x, ids: x[:, torch.tensor([0, 3, -2])],
     "gathered tokens": gathered,
     "masked mean": masked_mean,

@@ -191,15 +191,19 @@ SYMBOLIC = [
     "next tokens",
     "last logits",
     "last valid token",
+    "middle token",
 ]
 
 
-@pytest.mark.slow(but=["flat loss"])
+@pytest.mark.slow(but=["flat loss", "middle token"])
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("name", SYMBOLIC)
 def test_one_program_serves_many_lengths(pools, name):
     for graphs in pools[2].run(lengths, name, timeout=130):
-        assert graphs == 2  # of the first length, and of all others
+        if name == "middle token":
+            assert graphs == 5  # which token that is, is not proved for all lengths
+        else:
+            assert graphs == 2  # of the first length, and of all others
 
 
 def given_laid_out(of_second: str) -> None:

@@ -100,7 +100,12 @@ def reduction(s: Site) -> None:
 def gate(s: Site) -> None:
     """Squeeze and excite: a mean over tokens through a layer."""
     pooled = s.let(f"{s.a}.mean(1)" if s["how"] == "mean" else f"{s.a}.amax(1)")
-    weight = s.let(f"torch.sigmoid({s.linear(s.width, s.width)}({pooled}))")
+    if s["layer"] == "linear":
+        given = f"{s.linear(s.width, s.width)}({pooled})"
+    else:
+        layer = s.module(f"nn.Conv1d({s.width}, {s.width}, 1)")
+        given = f"{layer}({pooled}[..., None])[..., 0]"
+    weight = s.let(f"torch.sigmoid({given})")
     s.returns(f"{s.a} * {weight}[:, None]" if s["back"] == "index" else
               f"{s.a} * {weight}.unsqueeze(1)")  # fmt: skip
 
@@ -157,7 +162,13 @@ KINDS = {
         weight=2.0,
     ),
     "gate": Kind(
-        gate, {"how": ("mean", "amax"), "back": ("index", "unsqueeze")}, weight=0.7
+        gate,
+        {
+            "how": ("mean", "amax"),
+            "layer": ("linear", "convolution"),
+            "back": ("index", "unsqueeze"),
+        },
+        weight=0.7,
     ),
     "combine": Kind(
         combine,

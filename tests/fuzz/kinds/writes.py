@@ -102,7 +102,62 @@ def masked(s: Site) -> None:
     s.returns(x)
 
 
+def positions(s: Site) -> None:
+    """Rows that are written at positions, the same or others for each sequence."""
+    x = s.let(f"{s.a} * 1.0", "w")
+    shortest = min(s.lengths)
+    n, last = (2, shortest - 1) if shortest > 1 else (1, 0)
+    at = {
+        "numbers": f"torch.tensor({[last, 0][:n]})",
+        "from the end": f"torch.tensor({[-1, 0][:n]})",
+        "range": f"torch.arange({n})",
+        "one": "torch.tensor([0])",
+    }[s["at"]]
+    at = s.let(at, "p")
+    k = 1 if s["at"] == "one" else n
+    rows = {
+        "tokens": f"{s.a}[:, :{k}].sin()",
+        "parameter": f"{s.parameter(k, s.width)}.expand({x}.shape[0], -1, -1)",
+    }[s["rows"]]
+    rows = s.let(rows, "r")
+    batch, length = f"{x}.shape[0]", f"{x}.shape[1]"
+    each = f"torch.arange({batch})[:, None], {at}[None]"
+    counted = f"{at}.remainder({length})"
+    whole = f"{counted}[None, :, None].expand({batch}, -1, {s.width})"
+    ranges = f"torch.arange(1, {length})", f"torch.arange({length} - 1)"
+    lines = {
+        "assign": f"{x}[:, {at}] = {rows}",
+        "number": f"{x}[:, {at}] = 0.5",
+        "times": f"{x}[:, {at}] *= 2.0",
+        "add": f"{x}[:, {at}] += {rows}",
+        "each": f"{x}[{each}] = {rows}",
+        "put": f"{x} = {x}.index_put(({each}), {rows})",
+        "accumulate": f"{x}.index_put_(({each} * 0), {rows}, accumulate=True)",
+        "copy": f"{x} = {x}.index_copy(1, {counted}, {rows})",
+        "index_add": f"{x}.index_add_(1, {at} * 0, {rows})",
+        "index_fill": f"{x} = {x}.index_fill(1, {at}, 0.25)",
+        "scatter": f"{x} = {x}.scatter(1, {whole}, {rows})",
+        "scatter_add": f"{x}.scatter_add_(1, {whole} * 0, {rows})",
+        "row": f"{x}[0, {at}] = {rows}[0]",
+        "channels": f"{x}[:, {at}, 1:] = {rows}[..., 1:]",
+        "shift": f"{x}[:, {ranges[0]}] = {s.a}[:, {ranges[1]}]",
+    }  # fmt: skip
+    s.line(lines[s["how"]])
+    s.returns(x)
+
+
 KINDS = {
+    "positions": Kind(
+        positions,
+        {
+            "how": ("assign", "number", "times", "add", "each", "put", "accumulate",
+                    "copy", "index_add", "index_fill", "scatter", "scatter_add", "row",
+                    "channels", "shift"),
+            "at": ("numbers", "from the end", "range", "one"),
+            "rows": ("tokens", "parameter"),
+        },
+        weight=1.2,
+    ),
     "masked": Kind(
         masked,
         {

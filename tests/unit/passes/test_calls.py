@@ -134,6 +134,8 @@ COPIES = {
     "double": lambda x: x.double(),
     "add": lambda x: x + 1,
     "repeat": lambda x: x.repeat(2, 1),
+    "index": lambda x: x[torch.tensor([1, 0])],
+    "index of columns": lambda x: x[:, [1, 0]],
 }
 
 
