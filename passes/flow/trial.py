@@ -94,7 +94,7 @@ class Trial:
     ) -> tuple[Any, str | None]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         with self.fake_mode:
-            fresh = [_leaf(x) for x in leaves]
+            fresh = [_leaf(x, self.backward) for x in leaves]
         versions = [_version(x) for x in leaves]
         fresh_args, fresh_kwargs = pytree.tree_unflatten(fresh, spec)
         random = RandomNumbers()  # type: ignore[no-untyped-call]
@@ -197,11 +197,15 @@ def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _leaf(x: Any) -> Any:
-    """Give the trial a tensor of its own, so that gradients end there."""
+def _leaf(x: Any, backward: bool) -> Any:
+    """Give the trial a tensor of its own, so that gradients end there.
+
+    Without gradients no tensor of the compiled graph requires any, and torch takes
+    other ways: matmul flattens tokens for a weight that does.
+    """
     if not isinstance(x, DTensor) or not x.requires_grad:
         return x
-    return x.detach().requires_grad_()
+    return x.detach().requires_grad_(backward)
 
 
 def _with_values(x: Any) -> Any:

@@ -30,7 +30,7 @@ from cpcompile.apps.verification.bounds import (
     gradient_floor,
     largest,
 )
-from tests.models.case import Case
+from tests.models.case import BATCH, Case
 from tests.models.families.decoders import loop_over_experts, set_experts
 from tests.models.float64 import in_float64
 from tests.models.setting import Setting
@@ -155,7 +155,7 @@ def _other_order(case: Case, setting: Setting) -> dict[str, Tensor]:
 
 @functools.lru_cache(maxsize=2)
 def rounded_otherwise(name: str, setting: Setting) -> dict[str, Tensor]:
-    """The gradients of one process in float64, with other roundings.
+    """The results and gradients of one process in float64, with other roundings.
 
     Every parameter differs in its last bit, and the rows of the batch are in another
     order. How far that leads no computation in float64 can do better than: batch norms
@@ -170,7 +170,13 @@ def rounded_otherwise(name: str, setting: Setting) -> dict[str, Tensor]:
             ends = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
             parameter.copy_(parameter.nextafter(ends))
     found = run_steps(case, setting, model, _rows_reversed(model), torch.float64)
-    return {name: x for name, x in found.items() if name.startswith("grad ")}
+    return {name: _rows_back(name, x) for name, x in found.items()}
+
+
+def _rows_back(name: str, x: Tensor) -> Tensor:
+    """A result with the rows of the batch in their order; a gradient as it is."""
+    of_rows = not name.startswith("grad ") and x.ndim > 0 and x.shape[0] == BATCH
+    return x.flip(0) if of_rows else x
 
 
 def _rows_reversed(model: Any) -> Callable[..., Any]:

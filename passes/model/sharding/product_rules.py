@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -25,6 +24,7 @@ from ...graph.calls import canonical_call, spelled
 from ...graph.new_call import NewCall, with_inputs
 from ...placement.decisions import Propagate, Replace
 from ...placement.graph_values import GraphValues
+from ...placement.placement_calls import cp_replicate
 from ...placement.token_products import cp_linear_of_parts, cp_token_products
 from ..moves.move_rules import split_dim
 
@@ -64,30 +64,18 @@ def token_products(known: GraphValues, node: fx.Node) -> Propagate | None:
 
 
 def linear(known: GraphValues, node: fx.Node) -> Replace | None:
-    """Compute a linear layer on the uneven rows of a grid that a rank has.
+    """Compute a linear layer on the rows of a grid that a rank has.
 
-    x: [B, 9, 8, C] S(1) on 2 ranks. torch flattens all but the channels; DTensor has
-    no placement for 5 and 4 rows of 8 tokens.
+    x: [B, 9, 8, C] S(1) on 2 ranks. torch flattens all but the channels, of which
+    DTensor has no placement for 5 and 4 rows of 8 tokens, or makes a batch of products
+    of them, where a weight requires no gradient, and DTensor gathers them.
     """
-    given = canonical_call(node).arguments
-    x, weight, bias = given["input"], given["weight"], given["bias"]
-    if _is_batch_of_parts(known, known.value(x)):
-        return linear_of_parts(known, node)
+    x = canonical_call(node).arguments["input"]
     dim, value = split_dim(known, x), known.value(x)
-    if not dim or any(map(is_symbol, value.shape)):
-        return None
-    inside = math.prod(value.shape[dim + 1 : -1])
-    if dim == value.ndim - 1 or inside == 1 or value.shape[dim] % known.ctx.ranks == 0:
-        return None
-    split = [p for p in value.placements if not p.is_replicate()]
-    for y in map(known.value, (weight, bias)):
-        if isinstance(y, DTensor):
-            split += [p for p in y.placements if not p.is_replicate()]
-    if len(split) > 1:
-        return None
-    transposed = NewCall(torch.t, (weight,))
-    product = NewCall(cp_token_products, (None, x, transposed, (dim, None, dim)))
-    return Replace(product if bias is None else NewCall(torch.add, (product, bias)))
+    of_grid = dim is not None and value.ndim > _BATCHED and 0 < dim < value.ndim - 1
+    if of_grid or _is_batch_of_parts(known, value):
+        return linear_of_parts(known, node)
+    return None
 
 
 def linear_of_parts(known: GraphValues, node: fx.Node) -> Replace | None:
@@ -97,19 +85,22 @@ def linear_of_parts(known: GraphValues, node: fx.Node) -> Replace | None:
     in others than the result, its backward fails.
     """
     given = canonical_call(node).arguments
-    x, weight, bias = given["input"], given["weight"], given["bias"]
-    value, others = known.value(x), [known.value(y) for y in (weight, bias)]
-    whole = all(
-        isinstance(y, DTensor) and all(p.is_replicate() for p in y.placements)
-        for y in others
-        if y is not None
-    )
-    if not isinstance(value, DTensor) or not whole:
+    x, value = given["input"], known.value(given["input"])
+    operands: list[fx.Node | NewCall | None] = []
+    for y in (given["weight"], given["bias"]):
+        of_layer = known.value(y)
+        if isinstance(of_layer, DTensor):
+            if not all(p.is_replicate() for p in of_layer.placements):
+                return None
+            operands.append(y)
+        else:  # one that requires no gradient
+            operands.append(y and NewCall(cp_replicate, (y, known.on)))
+    if not isinstance(value, DTensor):
         return None
     split = [p for p in value.placements if not p.is_replicate()]
     if len(split) != 1 or getattr(split[0], "dim", -1) not in range(value.ndim - 1):
         return None
-    return Replace(NewCall(cp_linear_of_parts, (x, weight, bias)))
+    return Replace(NewCall(cp_linear_of_parts, (x, *operands)))
 
 
 def _is_batch_of_parts(known: GraphValues, value: Any) -> bool:

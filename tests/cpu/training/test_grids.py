@@ -4,12 +4,16 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from cpcompile.accounting.graph_account import Kind
 from tests.cpu.against_one_process import compare, run
+from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import check, deviations
-from tests.support.grids import MODULES, WIDTH, Windows
+from tests.support.grids import MODULES, WIDTH, Attention, Windows
+from tests.support.profiled_messages import Messages
 
 CASES = [
     (name, world, batch, door)
@@ -56,3 +60,43 @@ def test_windows_of_samples_on_another_axis(pools):
     """They are exchanged for columns of windows: the samples are shared out already."""
     for found in pools[4].run(on_two_axes, timeout=100):
         check(found)
+
+
+class ChannelsFirst(nn.Module):
+    """A linear layer on rows of a grid that a convolution has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.attention = nn.Conv2d(WIDTH, WIDTH, 1), Attention()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.attention(x).mT.unflatten(2, (8, 6))
+        y = self.linear(self.before(y).permute(0, 2, 3, 1))
+        return y.sin().square().mean()
+
+
+def without_gradients(frozen):
+    """A result, with one process beside it, and bytes that are gathered."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = ChannelsFirst().double(), torch.randn(2, 48, WIDTH, dtype=torch.float64)
+    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "shard": {"x": 1}}
+    compiled = torch.compile(model, backend="cp", options=options)
+    if frozen:
+        model.linear.requires_grad_(False)
+    with torch.set_grad_enabled(frozen):
+        wanted, _ = model(x), compiled(x)
+        with Messages(2, torch.distributed.get_rank()) as messages:
+            got = compiled(x)
+    found = {"loss": got.detach()}, {"loss": wanted.detach()}
+    return deviations(*found), messages.sizes[Kind.ALL_GATHER]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_layer_whose_weights_require_no_gradient(pools, frozen):
+    """torch multiplies each row by weights that require none, not all rows at once."""
+    for found, gathered in pools[2].run(without_gradients, frozen, timeout=50):
+        check(found)
+        assert gathered == 0

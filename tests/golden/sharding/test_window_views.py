@@ -279,8 +279,16 @@ class Layer(nn.Module):
 
 @in_three
 def test_a_layer_on_uneven_rows(mesh_of):
-    """DTensor would gather 10 rows of 4 tokens on 3 ranks; 9 it can flatten."""
-    uneven = sharded(Layer(), mesh_of, 2, 40, 8)
-    assert "cp_token_products(" in uneven.text and "cp_replicated" not in uneven.text
-    even = sharded(Layer(), mesh_of, 2, 36, 8)
-    assert "= linear(" in even.text and "cp_replicated" not in even.text
+    """DTensor would gather 10 rows of 4 tokens on 3 ranks."""
+    captured = sharded(Layer(), mesh_of, 2, 40, 8)
+    assert_golden(
+        captured.lines("linear", "replicated"),
+        """\
+l_self_modules_linear_parameters_weight_ = input  # [6, 8]
+l_self_modules_linear_parameters_bias_ = input  # [6]
+cp_replicate = cp_replicate(l_self_modules_linear_parameters_weight_)  # [6, 8] R
+cp_replicate_1 = cp_replicate(l_self_modules_linear_parameters_bias_)  # [6] R
+cp_linear_of_parts = cp_linear_of_parts(cp_move_tokens_1, cp_replicate,
+    cp_replicate_1)  # [2, 10, 4, 6] S(1)
+sin = .sin(cp_linear_of_parts)  # [2, 10, 4, 6] S(1)""",
+    )
