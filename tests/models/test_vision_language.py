@@ -26,10 +26,24 @@ def of_dtype(inputs: Inputs, model: Any) -> Inputs:
     }
 
 
-def trained(call: Any, model: Any, inputs: Inputs) -> Values:
-    """The loss and all gradients, zero where there is none."""
+def trained(call: Any, model: Any, inputs: Inputs, features: tuple[str, ...]) -> Values:
+    """The loss and all gradients, zero where there is none.
+
+    features: the inputs of which the tower makes features before the call, as
+        positions of several dimensions are.
+    """
     model.zero_grad()
-    loss = call(**of_dtype(inputs, model), use_cache=False).loss
+    given = of_dtype(inputs, model)
+    made: dict[str, Any] = {}
+    if hasattr(model.model, "get_rope_index") and features:
+        of_positions = ("input_ids", "mm_token_type_ids", "image_grid_thw")
+        positions = model.model.get_rope_index(**{x: given[x] for x in of_positions})
+        made["position_ids"] = positions[0]
+    if features:
+        of_image = {name: given.pop(name) for name in features}
+        image = model.get_image_features(**of_image, return_dict=True)
+        made["mm_encoder_outputs"] = {"image": image}
+    loss = call(**given, **made, use_cache=False).loss
     loss.backward()
     grads = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
@@ -46,7 +60,7 @@ def compared(name: str) -> tuple[list[Deviation], int, float]:
     family = FAMILIES[name]
     torch.manual_seed(0)
     model, inputs = family.make()
-    wanted = in_one_process(lambda alone: trained(alone, alone, inputs), model)
+    wanted = in_one_process(lambda alone: trained(alone, alone, inputs, ()), model)
     with torch.no_grad():
         model.forward(**of_dtype(inputs, model))  # sets hooks, which break the graph
     for path in family.in_eager:
@@ -59,7 +73,7 @@ def compared(name: str) -> tuple[list[Deviation], int, float]:
     settings = torch._dynamo.config.patch(**family.settings)
     with no_check, settings, recording() as reports:
         compiled = torch.compile(model, backend="cp", options=options)
-        found = trained(compiled, model, inputs)
+        found = trained(compiled, model, inputs, family.features)
     work = [account.work for report in reports for account in report.accounts]
     share = sum(x.flops for x in work) / sum(x.whole_flops for x in work)
     ratio = share * torch.distributed.get_world_size()

@@ -13,6 +13,9 @@ are written, `x[mask] = x[mask] + value`, are not read:
     part = x[mask]; new = part + value; x[mask] = new
       ->
     numbers = ...; write_rows_(x, mask, numbers, value, accumulate=True)
+
+Rows that are read only to be counted, `x[mask].shape[0]`, are counted in the mask,
+which all ranks have: `mask[mask].shape[0]`.
 """
 
 from __future__ import annotations
@@ -217,6 +220,7 @@ def _scatter(base: Any, mask: Any, source: Any, name: str) -> MaskedWrite | None
 def _rewrite(graph: fx.Graph) -> int:
     count = 0
     for node in list(graph.nodes):
+        _count_in_mask(node)
         write = masked_write(node)
         if write is None:
             continue
@@ -227,6 +231,24 @@ def _rewrite(graph: fx.Graph) -> int:
             _erase_unread(write.value, read, added is not None and added.numbered)
         count += 1
     return count
+
+
+def _count_in_mask(node: fx.Node) -> None:
+    """Read the mask in place of x[mask] if nothing but the number of rows is used."""
+    call = canonical_call(node)
+    if call.name != "getitem" or not isinstance(call.arguments["input"], fx.Node):
+        return
+    masked = masked_index(*call.arguments.values())
+    size = torch.ops.aten.sym_size.int
+    if masked is None or masked.basic is not None or masked.dim or not node.users:
+        return
+    if not all(x.target is size and x.args == (node, 0) for x in node.users):
+        return
+    rows, mask = fake_value(node), masked.mask
+    with fake_mode_of(node.graph):
+        counted = torch.empty(rows.shape[:1], dtype=torch.bool, device=rows.device)
+    node.op, node.target, node.kwargs = "call_function", operator.getitem, {}
+    node.args, node.meta["example_value"] = (mask, mask), counted
 
 
 def _added_to_read(

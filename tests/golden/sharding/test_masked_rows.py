@@ -129,6 +129,25 @@ def test_added_rows_are_not_read(mesh):
     )
 
 
+def test_rows_that_are_counted_are_counted_in_the_mask(mesh):
+    def count(x, mask):
+        y = attend(x, 2)
+        torch._check(y[mask].shape[0] <= 20)
+        return y.sin().sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        captured = sharded(count, mesh, more=(mask(),))
+    assert_golden(
+        captured.lines("mask", "= sym_size", "sin"),
+        """\
+l_mask_ = input  # [2, 16]
+getitem = l_mask_[l_mask_]  # [u0]
+sin = .sin(y)  # [2, 16, 8] S(1)
+sum_1 = .sum(sin)  # [] P(sum)""",
+    )
+    assert "replicated" not in captured.text
+
+
 def test_rows_that_are_read_are_read_on_every_rank(mesh, caplog):
     def read(x, mask):
         return x.relu()[mask].sum()

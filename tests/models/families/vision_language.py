@@ -111,6 +111,45 @@ def gemma3() -> tuple[nn.Module, Inputs]:
     return Gemma3ForConditionalGeneration(config), {**inputs, **image(16), **types}
 
 
+def gemma4() -> tuple[nn.Module, Inputs]:
+    """Patches come with their places, and how many tokens they give is data."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    text = {
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_bidirectional_attention": "vision",
+        "pad_token_id": 0,
+    }
+    tower = {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "pooling_kernel_size": 2,
+        "patch_size": 4,
+        "position_embedding_size": 16,
+    }
+    config = Gemma4Config(
+        text_config={**TEXT, **text},
+        vision_config={**TOWER, **tower},
+        image_token_id=IMAGE,
+        boi_token_id=START,
+        eoi_token_id=END,
+        video_token_id=VIDEO,
+    )
+    inputs = prompts()
+    places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)
+    more = {
+        "pixel_values": torch.randn(BATCH, 16, 3 * 4 * 4),
+        "image_position_ids": places.expand(BATCH, -1, -1).clone(),
+        "mm_token_type_ids": (inputs["input_ids"] == IMAGE).long(),
+    }
+    return Gemma4ForConditionalGeneration(config), {**inputs, **more}
+
+
 def paligemma() -> tuple[nn.Module, Inputs]:
     """The prompt is seen both ways, the answer causally."""
     from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
@@ -205,12 +244,14 @@ def llama4() -> tuple[nn.Module, Inputs]:
 class Family:
     """A model, and how it is trained.
 
+    features: inputs of `get_image_features`, which is called before and reads data.
     in_eager: functions that are not compiled, because they read data.
     settings: of torch._dynamo.config. breaks: graph breaks that remain.
     work: of both ranks, without what runs in eager, over one device's.
     """
 
     make: Callable[[], tuple[nn.Module, Inputs]]
+    features: tuple[str, ...] = ()
     in_eager: tuple[str, ...] = ()
     breaks: int = 0
     work: float = 1.06
@@ -221,14 +262,18 @@ class Family:
         return {"capture_dynamic_output_shape_ops": True, **nested}
 
 
-_QWEN = ("model.visual.forward", "model.get_rope_index")
+_QWEN = ("pixel_values", "image_grid_thw")
+_QWEN_IN_EAGER = ("model.visual.forward", "model.get_rope_index")
 FAMILIES = {
     "llava": Family(llava),
     "internvl": Family(internvl),
     "gemma3": Family(gemma3),
+    "gemma4": Family(gemma4, ("pixel_values", "image_position_ids")),
     "paligemma": Family(paligemma),
     "llama4": Family(llama4, work=1.5),
-    "idefics3": Family(idefics3, breaks=1),
-    "qwen2_5_vl": Family(qwen2_5_vl, _QWEN, breaks=3),
-    "qwen3_vl": Family(qwen3_vl, _QWEN, breaks=3),
+    "idefics3": Family(idefics3, ("pixel_values",)),
+    "idefics3 in the graph": Family(idefics3, breaks=1),
+    "qwen2_5_vl": Family(qwen2_5_vl, _QWEN),
+    "qwen3_vl": Family(qwen3_vl, _QWEN),
+    "qwen3_vl in eager": Family(qwen3_vl, in_eager=_QWEN_IN_EAGER, breaks=3),
 }
