@@ -167,6 +167,15 @@ def added(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     return m.attend(y.index_copy(1, at[1:], x[:, 1:3]))
 
 
+def kept(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    """Numbers are written into flags and integers, in the dtype of these."""
+    keep, counts = x > 0, (x * 9).long()
+    keep[:, torch.tensor([3, 5])] = 0
+    keep[ids > WORDS // 2] = 1
+    counts[:, torch.tensor([4])] = 1.7
+    return m.attend(torch.where(keep, x, x * 0.3) + counts / 9)
+
+
 HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "flat loss": lambda m, x, ids: F.cross_entropy(
         m.logits(x)[:, :-1].reshape(-1, WORDS), ids[:, 1:].reshape(-1)
@@ -203,6 +212,7 @@ HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "tokens written by row": written_by_row,
     "deeper tokens": deeper,
     "added tokens": added,
+    "kept tokens": kept,
     "hidden tokens": hidden_tokens,
     "last valid token": last_valid,
     "class token": lambda m, x, ids: m.score(x[:, 0]),

@@ -57,7 +57,8 @@ def write_rows(
         elif value.ndim > row_ndim:
             for _ in range(mask.ndim - 1):
                 value = value.unsqueeze(-1 - row_ndim)
-    return torch.where(where, x + value if accumulate else value, x)
+    # torch writes a number in the dtype of x: 0 into flags, 0.5 into integers as 0.
+    return torch.where(where, x + value if accumulate else value, x).to(x.dtype)
 
 
 def write_rows_(
