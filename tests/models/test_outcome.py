@@ -150,7 +150,7 @@ def test_verdicts(known, runs, verdict, text):
 def test_other_roundings_lead_a_little_away():
     exact = reference("llama/default", TRAIN)[0]
     other = rounded_otherwise("llama/default", TRAIN)
-    assert all(name.startswith("grad ") for name in other)
+    assert other.keys() == exact.keys()
     _, mistakes = compare({**exact, **other}, exact, exact)
     assert mistakes == []
     assert any(not torch.equal(other[name], exact[name]) for name in other)

@@ -35,7 +35,7 @@ def trained(call: Any, model: Any, inputs: Inputs, features: tuple[str, ...]) ->
     model.zero_grad()
     given = of_dtype(inputs, model)
     made: dict[str, Any] = {}
-    if hasattr(model.model, "get_rope_index") and features:
+    if features and hasattr(model.model, "get_rope_index"):
         of_positions = ("input_ids", "mm_token_type_ids", "image_grid_thw")
         positions = model.model.get_rope_index(**{x: given[x] for x in of_positions})
         made["position_ids"] = positions[0]

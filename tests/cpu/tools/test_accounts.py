@@ -48,7 +48,7 @@ def mean_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def sliced(logits: Tensor, tokens: Tensor) -> Tensor:
     """Gathers all logits for an index of most tokens."""
-    log_p = logits[:, torch.arange(logits.shape[1] - 1)].log_softmax(-1)
+    log_p = logits[:, tokens[0, 1:].argsort()].log_softmax(-1)
     return log_p.gather(2, tokens[:, 1:, None]).squeeze(2).sum()
 
 

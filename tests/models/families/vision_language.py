@@ -21,11 +21,11 @@ TEXT: dict[str, Any] = {
     "vocab_size": 64,
     "max_position_embeddings": 128,
 }
-TOWER: dict[str, Any] = {
+TOWER: dict[str, Any] = {  # of other heads than the text
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
 }
 # Rotary positions of three dimensions: of time, height and width.
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
@@ -33,7 +33,7 @@ QWEN_TOWER = {
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_heads": 4,
+    "num_heads": 2,
     "patch_size": 4,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
@@ -126,8 +126,8 @@ def gemma4() -> tuple[nn.Module, Inputs]:
         "pad_token_id": 0,
     }
     tower = {
-        "num_key_value_heads": 4,
-        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
         "pooling_kernel_size": 2,
         "patch_size": 4,
         "position_embedding_size": 16,

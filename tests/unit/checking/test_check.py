@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         if labels is None:
             return logits
         if self.kind == "gathers":
-            kept = logits[:, torch.arange(logits.shape[1] - 1)].flatten(0, 1)
+            kept = logits[:, labels[0, 1:].argsort()].flatten(0, 1)
             return F.cross_entropy(kept, labels[:, 1:].flatten())
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
