@@ -74,6 +74,6 @@ def _positions(x: Tensor, items: tuple[Any, ...]) -> tuple[Tensor, ...]:
         if not isinstance(item, Tensor):
             return torch.full((1,), item, dtype=torch.int64, device=x.device)
         whole = item.full_tensor() if isinstance(item, DTensor) else item
-        return whole.reshape(1) if whole.ndim == 0 else whole
+        return whole.long().reshape(whole.shape or (1,))  # int32 is an index, too
 
     return tuple(of(place, item) for place, item in enumerate(items))

@@ -31,7 +31,8 @@ from ...placement.decisions import Propagate
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_replicate, cp_whole_keys
 from ...placement.token_positions import cp_numbers_at, cp_summed_at, cp_written_at
-from ..moves.move_rules import index_items, split_dim
+from ..moves.index_items import index_items
+from ..moves.move_rules import split_dim
 from .masked_rows import rows_written
 
 FUNCTIONAL = (
