@@ -56,31 +56,121 @@ _MAMBA2: dict[str, Any] = {
     "mamba_chunk_size": 64,
     "mamba_expand": 2,
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 256,
+}
+_NO_ATTENTION: dict[str, Any] = {
+    "vocab_size": _WORDS,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+}
+_MAMBA: dict[str, Any] = _NO_ATTENTION | {"hidden_size": 64, "state_size": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3_5Text": _SIZES | _DELTA,
+    "Qwen3_5MoeText": _SIZES | _DELTA | _EXPERTS,
+    "Qwen3Next": _SIZES | _DELTA | _EXPERTS,
     "OlmoHybrid": _SIZES | _DELTA | {"linear_num_value_heads": 4},
+    "KimiLinear": {
+        **(_SIZES | _LATENT),
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 64,
+        "head_dim": 32,
+        "n_routed_experts": 2,
+        "first_k_dense_replace": 2,
+    },
+    "BailingHybrid": _SIZES | _LATENT | {"layer_group_size": 2},
+    "MiniMax": {
+        **_SIZES,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "head_dim": 64,
+        "block_size": 64,
+    },
     "Bamba": _SIZES | _MAMBA2 | {"attn_layer_indices": [1]},
+    "GraniteMoeHybrid": {
+        **(_SIZES | _MAMBA2),
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 512,
+    },
     "FalconH1": _SIZES | _MAMBA2 | {"mamba_d_ssm": 512},
+    "NemotronH": {
+        **_SIZES,
+        "layers_block_type": ["mamba", "attention"],
+        "head_dim": 64,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 32,
+        "n_groups": 1,
+        "chunk_size": 64,
+    },
+    "Zamba2": {
+        **_SIZES,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["mamba", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "mamba_d_state": 32,
+        "mamba_headdim": 64,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 1,
+        "mamba_expand": 2,
+        "chunk_size": 64,
+        "num_mem_blocks": 1,
+        "use_shared_attention_adapter": False,
+    },
     "Mamba2": {
-        "vocab_size": _WORDS,
-        "hidden_size": 256,
-        "num_hidden_layers": 2,
+        **_NO_ATTENTION,
         "num_heads": 8,
         "head_dim": 64,
         "n_groups": 1,
         "state_size": 32,
         "chunk_size": 64,
     },
-    "Mamba": {
-        "vocab_size": _WORDS,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "state_size": 8,
+    "Mamba": _MAMBA,
+    "FalconMamba": _MAMBA,
+    "Jamba": {
+        **(_SIZES | {"hidden_size": 64, "intermediate_size": 128}),
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "use_mamba_kernels": False,
+    },
+    "RecurrentGemma": {
+        **_SIZES,
+        "lru_width": 256,
+        "block_types": ["recurrent", "attention"],
+        "attention_window_size": 512,
+    },
+    "Lfm2": _SIZES | {"layer_types": ["conv", "full_attention"]},
+    "Rwkv": _NO_ATTENTION | {"attention_hidden_size": 256, "context_length": 2048},
+    "xLSTM": {
+        **_NO_ATTENTION,
+        "embedding_dim": 256,
+        "num_heads": 4,
+        "num_blocks": 2,
+        "chunk_size": 64,
+        "mode": "train",
     },
 }
 
 
-_MOST_TOKENS = {"Mamba": 512}  # its scan in torch takes time quadratic in them
+# What these run in torch takes time quadratic in the tokens, or a loop over them.
+_MOST_TOKENS = {"Mamba": 512, "FalconMamba": 512, "Jamba": 512}
 
 
 def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
