@@ -5,8 +5,8 @@
                                                one of these, or begins with one
     @pytest.mark.slow(but_every=5)             but for the first, the sixth, ... case
 
-A test without the mark runs whole every time. With --all a quarter of the slow cases of
-a test runs, and at least a few; another one from day to day. Named files run all.
+A test without the mark runs whole every time. With --all one of 24 slow cases of a test
+runs, and at least one; others from day to day. Named files run all.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-QUARTER = 4
-FEW = 8  # cases of one test, which --all takes all
+DAYS = 24  # in which --all runs every slow case
 VARIABLE = "CPCOMPILE_TESTS"
 
 
@@ -56,11 +55,10 @@ def slow_tests(items: Sequence[pytest.Item]) -> Iterator[list[pytest.Item]]:
 def sampled(slow: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     """Choose the slow cases of one test that --all runs.
 
-    With QUARTER successive seeds all of them run.
+    With DAYS successive seeds all of them run.
     """
-    if len(slow) <= FEW:
-        return list(slow)
-    return [x for i, x in enumerate(slow) if (i + seed) % QUARTER == 0]
+    step = min(DAYS, len(slow))
+    return [x for i, x in enumerate(slow) if (i + seed) % step == 0]
 
 
 def chosen_cases(

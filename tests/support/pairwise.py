@@ -16,7 +16,7 @@ from tests.case_selection import runs_all
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
-SAMPLE = 40  # cases of a full product that run besides the pairwise ones
+SAMPLE = 12  # cases of a full product that run besides the pairwise ones
 SEED = "CPCOMPILE_TEST_SEED"
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.case_selection import FEW, QUARTER, VARIABLE, chosen_cases, sampled
+from tests.case_selection import DAYS, VARIABLE, chosen_cases, sampled
 from tests.conftest import pytest_collection_modifyitems
 
 IDS = ["ring-2", "ring-3", "ring-30", "all_gather-2", "all_gather-3"]
@@ -83,12 +83,15 @@ class Item:
 
 
 def test_all_cases_run_within_some_days():
-    cases = [object() for _ in range(23)]
-    days = [sampled(cases, 20261123 + day) for day in range(QUARTER)]
-    assert sorted(map(len, days)) == [5, 6, 6, 6]
+    cases = [object() for _ in range(5 * DAYS + 3)]
+    days = [sampled(cases, 20261123 + day) for day in range(DAYS)]
+    assert sorted(map(len, days)) == [5] * (DAYS - 3) + [6] * 3
     assert {x for day in days for x in day} == set(cases)
 
 
-def test_a_few_cases_run_each_day():
-    cases = [object() for _ in range(FEW)]
-    assert sampled(cases, 20261123) == cases
+@pytest.mark.parametrize("count", range(1, 2 * DAYS))
+def test_a_case_of_each_test_runs_every_day(count):
+    cases = [object() for _ in range(count)]
+    days = [sampled(cases, 20261123 + day) for day in range(DAYS)]
+    assert min(map(len, days)) >= 1
+    assert {x for day in days for x in day} == set(cases)
