@@ -71,6 +71,29 @@ class Retention(Mixer):
         return torch.cat(results, 2).transpose(1, 2).flatten(2)
 
 
+class Lightning(Mixer):
+    """MiniMax-01 (arXiv 2501.08313): each head has a part of one projection."""
+
+    chunk = 4
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__(width)
+        row, rate = torch.arange(self.chunk), 1 - 0.5 ** torch.arange(2.0, 2 + HEADS)
+        decay = rate.view(-1, 1, 1) ** (row[:, None] - row).clamp(min=0)
+        self.register_buffer("decay", decay.tril())
+
+    def forward(self, x):
+        q, k, v = heads(self.qkv(self.norm(x))).transpose(1, 2).chunk(3, -1)
+        state, results = q.new_zeros(len(q), HEADS, q.shape[-1], v.shape[-1]), []
+        for begin in range(0, q.shape[2], self.chunk):
+            end = min(begin + self.chunk, q.shape[2])
+            q_c, k_c, v_c = q[:, :, begin:end], k[:, :, begin:end], v[:, :, begin:end]
+            decay = self.decay[:, : end - begin, : end - begin]
+            results.append((q_c @ k_c.mT * decay) @ v_c + q_c @ state)
+            state = state * decay[:, -1:, :1] + k_c.mT @ v_c
+        return x + self.out(torch.cat(results, 2).transpose(1, 2).flatten(2))
+
+
 class WrittenChunks(Mixer):
     """Chunks of results are written into one tensor, as delta rules do."""
 
@@ -154,7 +177,7 @@ class NormOverHeads(LinearAttention):
 MIXERS = {
     cls.__name__: cls
     for cls in (
-        LinearAttention, SingleHead, Retention, WrittenChunks, WrittenTokens,
-        LongConvolution, MinGRU, GatedScan, NormOverHeads,
+        LinearAttention, SingleHead, Retention, Lightning, WrittenChunks,
+        WrittenTokens, LongConvolution, MinGRU, GatedScan, NormOverHeads,
     )
 }  # fmt: skip

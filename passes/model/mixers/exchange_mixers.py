@@ -69,11 +69,13 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
             seeds.setdefault(node, dim)
             if dim_size(node, dim) not in lengths and len(lengths) < _MOST_LENGTHS:
                 lengths.append(dim_size(node, dim))
-    count = 0
+    count, exchanged = 0, set[fx.Node]()
     for length in lengths:
-        sequence = MixedSequence(graph, ctx, length, seeds)
+        sequence = MixedSequence(graph, ctx, length, seeds, exchanged)
         sequence.others = [x for n, x in tokens.items() if n != length]
-        count += _Exchange(sequence, ctx).rewrite()
+        rewrite = _Exchange(sequence, ctx)
+        count += rewrite.rewrite()
+        exchanged |= rewrite.exchanged
     return count
 
 
@@ -84,10 +86,14 @@ def _is_of_data(value: Any) -> bool:
 
 
 class _Exchange:
-    """The rewrite of a graph for sequences of one length."""
+    """The rewrite of a graph for sequences of one length.
+
+    exchanged: values that are split along another dimension afterwards.
+    """
 
     def __init__(self, sequence: MixedSequence, ctx: Context) -> None:
         self.sequence, self.ctx = sequence, ctx
+        self.exchanged: set[fx.Node] = set()
         self.seconds = MixerSeconds(sequence, ctx)
 
     def rewrite(self) -> int:
@@ -107,6 +113,13 @@ class _Exchange:
             if written.isdisjoint(region.moved):
                 written |= region.moved
                 self._write(region)
+                self.exchanged |= region.moved
+                self.exchanged |= {
+                    x
+                    for node in region.moved
+                    for x in node.all_input_nodes
+                    if x.target is exchanged
+                }
                 inside = [x for x in mixers if x in region.moved]
                 count += len(inside)
                 self._note(inside, region, prices)

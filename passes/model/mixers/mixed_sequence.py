@@ -58,10 +58,18 @@ class MixedSequence:
     others: the values that have sequences of other lengths.
     writes: calls that write to the memory of their first operand.
     flows: where dimensions go in calls.
+
+    exchanged: values that ranks share out along another dimension already, as parts of
+    a sequence of another length; they have no tokens here.
     """
 
     def __init__(
-        self, graph: fx.Graph, ctx: Context, tokens: int, seeds: dict[fx.Node, TokenDim]
+        self,
+        graph: fx.Graph,
+        ctx: Context,
+        tokens: int,
+        seeds: dict[fx.Node, TokenDim],
+        exchanged: Iterable[fx.Node] = (),
     ) -> None:
         self.ranks = ctx.ranks
         self.nodes = [
@@ -91,7 +99,7 @@ class MixedSequence:
         self._written = _written_memory(self.writes)
         self.computed = _computed_of(
             graph, {x for x in self.tokens.dims if x.op == "placeholder"}, self.links
-        )
+        ).difference(exchanged)
 
     def mixes(self, node: fx.Node) -> bool:
         """Tell whether a call brings tokens together that ranks have."""

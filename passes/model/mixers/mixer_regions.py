@@ -122,9 +122,12 @@ class RegionFinder:
             return 0.0, (None if node not in self._sequence.links else 0.0)
         if self._sequence.is_written(node) or self._writes_elsewhere(node, entries):
             return 0.0, None
-        local = entries.is_local(node) or not self._sequence.computed.intersection(
-            node.all_input_nodes
+        operands = self._sequence.computed.intersection(node.all_input_nodes)
+        # Weights that are cut share nothing out: every rank has all of them.
+        reads_entries = any(
+            x in entries.dims or not isinstance(fake_value(x), Tensor) for x in operands
         )
+        local = not operands or (reads_entries and entries.is_local(node))
         gathered = self._gathered(node, entries)
         local &= not any(self._sequence.is_written(x) for x in gathered)
         moved = 0.0 if local and not stays_on_tokens(node) else None
@@ -133,7 +136,6 @@ class RegionFinder:
             moved += self._seconds.of_gather(gathered)
         in_full = self._seconds.in_full(node)
         if not self._sequence.mixes(node):
-            operands = self._sequence.computed.intersection(node.all_input_nodes)
             operands = {x for x in operands if isinstance(fake_value(x), Tensor)}
             if not operands or any(x in self._sequence.tokens.dims for x in operands):
                 return 0.0, moved

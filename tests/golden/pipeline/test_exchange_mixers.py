@@ -8,6 +8,7 @@ from tests.golden.capture import capture, changes
 from tests.golden.golden_text import assert_golden
 from tests.support.mixers import (
     GatedScan,
+    Lightning,
     LinearAttention,
     LongConvolution,
     Mixer,
@@ -148,6 +149,30 @@ def test_writes_into_chunks(mesh_of):
 + exchanged_3 = exchanged(flatten, 1, 2)
 - transpose_3 = .transpose(flatten, 1, 2)
 + transpose_3 = .transpose(exchanged_3, 1, 2)""",
+    )
+
+
+@in_two
+def test_heads_of_one_projection(mesh_of):
+    """The projection's weight has heads, too, but cutting it shares out nothing.
+
+    Chunks of tokens of single heads are no sequences of the length of a chunk.
+    """
+
+    class Chunks(Lightning):
+        chunk = 1024
+
+    step = exchanged(Chunks(512), mesh_of)
+    assert step.rewrites == 12  # q, k and v in four chunks
+    assert_golden(
+        changes(step),
+        """\
++ exchanged = exchanged(transpose, 2, 1)
+- chunk = .chunk(transpose, 3, -1)
++ chunk = .chunk(exchanged, 3, -1)
++ exchanged_1 = exchanged(cat, 1, 2)
+- transpose_1 = .transpose(cat, 1, 2)
++ transpose_1 = .transpose(exchanged_1, 1, 2)""",
     )
 
 
