@@ -153,6 +153,7 @@ def run_two_lengths(first: AttentionCase, second: AttentionCase) -> list[Attende
     return results
 
 
+@pytest.mark.slow
 def test_the_length_may_change_from_call_to_call(pools):
     first, second = AttentionCase(seq=64), AttentionCase(seq=48)
     for results in pools[2].run(run_two_lengths, first, second, timeout=120):

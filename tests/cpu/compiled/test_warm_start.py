@@ -258,6 +258,7 @@ def start_opaque() -> tuple[tuple[int, ...], str]:
     return (found["autograd_cache_hit"], found["autograd_cache_saved"]), lines[0]
 
 
+@pytest.mark.slow
 def test_what_has_no_text_is_compiled_again(pools) -> None:
     for counted, line in pools[2].run(start_opaque, timeout=80):
         assert counted == (0, 0)

@@ -296,6 +296,7 @@ def run_messages(local: bool) -> tuple[list[Deviation], list[str], list[str]]:
     return compare(result, in_one_process(TOKENS)), events, warnings
 
 
+@pytest.mark.slow
 def test_a_whole_graph_sends_when_its_backward_has_ended(pools) -> None:
     for deviations, events, warnings in pools[2].run(run_messages, False, timeout=150):
         check(deviations)

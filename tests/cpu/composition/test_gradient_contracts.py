@@ -93,7 +93,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=["ddp of compiled-dp_cp"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "over"), CASES, ids=[f"{how}-{over}" for how, over in CASES]
 )

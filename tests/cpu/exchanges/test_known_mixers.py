@@ -331,7 +331,7 @@ def of_many_lengths(strategy):
     return found, programs, counters["cpcompile"]["exchange_mixers"]
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("strategy", ["exchange", "states"])
 def test_a_kernel_takes_many_lengths(pools, strategy):
@@ -402,6 +402,7 @@ def test_states_have_one_size_for_all_lengths(pools):
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.slow
 def test_an_exchange_grows_with_the_length(pools):
     (short, text), _ = pools[2].run(explained, "DeltaRule", "exchange", 16)
     (long, _), _ = pools[2].run(explained, "DeltaRule", "exchange", 64)

@@ -45,7 +45,7 @@ def test_a_scan_beside_attention_in_a_balanced_layout(pools, strategy):
         comparison.check()
 
 
-@pytest.mark.slow(but=["LearntStart-exchange-3-1", "Associative-states-3-1"])
+@pytest.mark.slow(but=["Associative-states-3-1"])
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(("name", "strategy", "world", "batch"), CASES)
 def test_a_scan_equals_one_process(pools, name, strategy, world, batch):

@@ -212,6 +212,7 @@ def run_one_program():
     return found, graphs
 
 
+@pytest.mark.slow
 def test_another_layout_is_compiled_anew(pools):
     for found, graphs in pools[RANKS].run(run_one_program):
         check(found)

@@ -28,7 +28,7 @@ PADDED = ("Switch", "Unflattened", "Twice", "UsedExperts", "WeightedCounts")
 REFUSED = ("Routed", "ScatterAdd", "Dense")
 
 
-@pytest.mark.slow(but=["WeightedCounts"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PADDED + REFUSED)
 def test_lengths_that_the_ranks_do_not_divide(pools, name):
     args = (name, "plain", "aot_eager", True, (67, 33, 65))

@@ -248,7 +248,7 @@ def run_logged(name: str, lengths) -> tuple[list[tuple], list[str]]:
     return found, [text for text in records if "one sequence length" in text]
 
 
-@pytest.mark.slow(but=["InPlace", "shifted"])
+@pytest.mark.slow(but=["shifted"])
 @pytest.mark.parametrize("name", ["InPlace", "shifted", "ModuleEncoder"])
 def test_programs_around_attention(pools, name):
     """Of InPlace some calls run on gathered tensors, whatever the sizes are."""
@@ -265,7 +265,7 @@ def test_what_is_only_right_for_padded_lengths_serves_multiples_too(pools):
         assert not texts
 
 
-@pytest.mark.slow(but=["half"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -67,6 +67,7 @@ def test_what_is_small_or_not_asked_for_is_left(pools, tile):
         assert run["tiles"] == []
 
 
+@pytest.mark.slow
 def test_ranks_may_cut_differently(pools):
     """Of 65 tokens one rank has 33, and cuts them, and the other has 32."""
     call = ("small_gpt", 2, "plain", {"inner": "aot_eager", "tile": 32}, 1e-3, 65)

@@ -58,7 +58,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.slow(but=["aot_eager-all_gather-zigzag-relative"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "options", CHOICES, ids=lambda x: "-".join(str(value) for value in x.values())

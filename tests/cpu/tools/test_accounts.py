@@ -105,7 +105,7 @@ def run(name: str, length: int, ranks: int, options: dict[str, Any]) -> Counted:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.slow(but=["sliced-2"])
+@pytest.mark.slow
 def test_losses(pools, name: str, ranks: int) -> None:
     """Uneven shards too: what is padded travels, and is counted."""
     for found in pools[ranks].run(run, name, 16, ranks, {}, timeout=120):

@@ -32,6 +32,7 @@ def train(path, steps):
     return [x.key for x in profile.key_averages()]
 
 
+@pytest.mark.slow
 def test_the_setting_writes_the_third_step_of_all_ranks(pools, tmp_path):
     path = tmp_path / "trace.json"
     pools[2].run(train, str(path), 3, timeout=150)

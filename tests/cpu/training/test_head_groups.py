@@ -93,7 +93,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=["3-True-41-3-checkpoint", "2-True-37-2-dtensor"])
+@pytest.mark.slow(but=["2-True-37-2-dtensor"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("kv_heads", "documents", "tokens", "world", "how"), CASES)
 def test_it_equals_one_process(pools, kv_heads, documents, tokens, world, how):
@@ -157,7 +157,7 @@ def exchanged(
     return found, share
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [12, 2])
 def test_groups_send_the_same_bytes(pools, kv_heads):
     limit = budget(kv_heads, 40, 2)

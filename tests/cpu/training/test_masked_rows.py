@@ -254,6 +254,7 @@ def test_rows_are_written_by_each_rank(pools, world, seq, door, layout, forms):
         pytest.param(3, 17, "contiguous", READS, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_rows_that_are_read(pools, world, seq, layout, forms):
     """Rows that are only added to what is there are not read."""
     for ranks in pools[world].run(run_forms, forms, seq, "plain", layout, timeout=110):

@@ -53,7 +53,7 @@ def test_every_fault_has_its_place():
     assert FAULTS.keys() == WHERE.keys() and len(FAULTS) == 10
 
 
-@pytest.mark.slow(but=["dKV the other way", "stale positions"])
+@pytest.mark.slow(but=["stale positions"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_reported_at_its_call(pools, fault):
     reports = pools[RANKS].run(verify, fault, timeout=170)

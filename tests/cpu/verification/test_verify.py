@@ -132,6 +132,7 @@ def test_no_call_differs_where_nothing_is_wrong(pools, form, layout, dtype):
     nothing_is_wrong(pools, FORMS[form], layout, dtype)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_run_in_float64(pools):
     """torch compiles products of grouped rows in bfloat16 alone."""
     nothing_is_wrong(pools, Routed, "zigzag", torch.bfloat16)
