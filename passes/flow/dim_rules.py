@@ -378,7 +378,7 @@ _RULES: dict[str, DimMapRule] = {
     **dict.fromkeys(
         ("_to_copy", "to", "alias", "detach", "lift_fresh_copy", "clone", "contiguous",
          "expand", "expand_as", "full_like", "zeros_like", "ones_like",
-         "native_dropout", "silu", "relu"),
+         "native_dropout", "silu", "relu", "logsigmoid", "log_sigmoid"),
         _of_first,
     ),
     **dict.fromkeys(

@@ -224,9 +224,10 @@ class _Exchange:
                 others = [x for x in node.users if x not in moved]
                 target = None if token_dim is None else token_dim.dim
                 self._insert(node, others, dim.dim, target)
-            elif token_dim is not None:
+            else:  # without a known dimension of tokens, from wherever ranks cut it
                 others = [x for x in node.users if x in moved]
-                self._insert(node, others, token_dim.dim, dim.dim)
+                source = dim.dim if token_dim is None else token_dim.dim
+                self._insert(node, others, source, dim.dim)
 
     def _insert(
         self, node: fx.Node, users: list[fx.Node], source: int, target: int | None

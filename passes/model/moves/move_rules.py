@@ -89,15 +89,22 @@ def _item(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision 
     place = place_of(items, dim)
     item = items[place]
     if isinstance(item, slice):
-        sliced_x = _slice(known, x, dim, item)
-        if sliced_x is None:
-            return None
         rest = (*items[:place], slice(None), *items[place + 1 :])
-        return _then(sliced_x, rest)
+        if _takes_all(known, x, dim, item):  # the gradient would be gathered
+            return _then(x, rest)
+        sliced_x = _slice(known, x, dim, item)
+        return None if sliced_x is None else _then(sliced_x, rest)
     return _picked(known, node, x, dim, items)
 
 
-def _then(x: NewCall, items: tuple[Any, ...]) -> Decision:
+def _takes_all(known: GraphValues, x: fx.Node, dim: int, item: slice) -> bool:
+    """Tell whether a slice has all entries of a dimension, as `[-S:]` may."""
+    length, numbers = known.value(x).shape[dim], known.value(item)
+    _, count = sliced(length, numbers.start, numbers.stop, numbers.step)
+    return item != slice(None) and is_same(count, length)
+
+
+def _then(x: fx.Node | NewCall, items: tuple[Any, ...]) -> Decision:
     """Return the decision to make a call, and to read items of what it gives."""
     if all(isinstance(item, slice) and item == slice(None) for item in items):
         return Replace(x)

@@ -52,6 +52,21 @@ return (cp_gather,)""",
     )
 
 
+def test_a_slice_of_all_tokens(mesh):
+    """It would cut nothing, and its gradient would be gathered."""
+    captured = sharded(lambda x: attend(x, 2)[:, -40:, 2:].sin(), mesh, 2, 40, 8)
+    assert_golden(
+        captured.lines("flatten"),
+        """\
+unflatten = .unflatten(cp_shard, -1, (2, -1))  # [2, 40, 2, 4] S(1)
+q = .transpose(unflatten, 1, 2)  # [2, 2, 40, 4] S(2)
+flatten = .flatten(transpose_1, 2)  # [2, 40, 8] S(1)
+getitem = flatten[:, :, 2:]  # [2, 40, 6] S(1)""",
+    )
+    captured = sharded(lambda x: attend(x, 2)[:, -40:].sin(), mesh, 2, 40, 8)
+    assert "sin(flatten)" in captured.lines("sin")
+
+
 KINDS = {
     "narrow": lambda x: x.narrow(1, 3, 30),
     "roll": lambda x: x.roll((1, 2), (1, 2)),
