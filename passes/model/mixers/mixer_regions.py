@@ -26,7 +26,7 @@ from ..layouts.layout_cut import LayoutCut
 from ..sharding.dim_flows import dim_flows
 from .dim_class import CREATIONS, DimClass
 from .mixed_sequence import MixedSequence, moves_little, stays_on_tokens
-from .mixer_seconds import DEAR, MixerSeconds, has_strategies
+from .mixer_seconds import DEAR, MixerSeconds, bytes_of, has_strategies
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,9 @@ class RegionFinder:
                 return DEAR, moved
             if dim_flows(node):  # cut again where it is shorter, and gathered again
                 in_full += self._seconds.of_gather(operands)
+            elif of_others:  # all but the largest, along which DTensor shards it
+                by_size = sorted(operands, key=lambda x: (bytes_of(x), x))
+                in_full += self._seconds.of_gather(by_size[:-1])
             return in_full, moved
         if moves_little(node):
             return self._seconds.of_move(node), moved

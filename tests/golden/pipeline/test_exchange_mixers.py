@@ -13,6 +13,7 @@ from tests.support.mixers import (
     LongConvolution,
     Mixer,
     NormOverHeads,
+    Retention,
     WrittenChunks,
 )
 from tests.support.stand_in_kernels import stand_ins
@@ -174,6 +175,17 @@ def test_heads_of_one_projection(mesh_of):
 - transpose_1 = .transpose(cat, 1, 2)
 + transpose_1 = .transpose(exchanged_1, 1, 2)""",
     )
+
+
+@in_two
+def test_products_of_chunks_would_gather(mesh_of):
+    """Chunks of q and k each lie on some ranks, and one of them has to be gathered."""
+
+    class Chunks(Retention):
+        chunk = 256
+
+    step = exchanged(Chunks(512), mesh_of, tokens=1024)
+    assert exchanges(step) == [(2, 1)] * 3 + [(1, 2)]
 
 
 @in_two
