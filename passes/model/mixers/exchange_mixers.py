@@ -69,13 +69,13 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
             seeds.setdefault(node, dim)
             if dim_size(node, dim) not in lengths and len(lengths) < _MOST_LENGTHS:
                 lengths.append(dim_size(node, dim))
-    count, exchanged = 0, set[fx.Node]()
+    count, moved = 0, set[fx.Node]()
     for length in lengths:
-        sequence = MixedSequence(graph, ctx, length, seeds, exchanged)
+        sequence = MixedSequence(graph, ctx, length, seeds, moved)
         sequence.others = [x for n, x in tokens.items() if n != length]
         rewrite = _Exchange(sequence, ctx)
         count += rewrite.rewrite()
-        exchanged |= rewrite.exchanged
+        moved |= rewrite.exchanged
     return count
 
 
