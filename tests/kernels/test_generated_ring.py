@@ -158,7 +158,7 @@ def test_eight_ranks_run_the_same_code(interpreters):
     """Without a causal mask nothing of the rank is left in the code."""
 
     def inductor(gm, inputs):
-        return compile_local.compile_local(gm, inputs, None, None)
+        return compile_local.compile_local(gm, inputs, None)
 
     compiler = functools.partial(torch.compile, backend=inductor, fullgraph=True)
     codes = []

@@ -123,11 +123,9 @@ class RegionFinder:
         if self._sequence.is_written(node) or self._writes_elsewhere(node, entries):
             return 0.0, None
         operands = self._sequence.computed.intersection(node.all_input_nodes)
-        # Weights that are cut share nothing out: every rank has all of them.
-        reads_entries = any(
-            x in entries.dims or not isinstance(fake_value(x), Tensor) for x in operands
+        local = not operands or (
+            entries.is_local(node) and self._reads_entries(node, entries)
         )
-        local = not operands or (reads_entries and entries.is_local(node))
         gathered = self._gathered(node, entries)
         local &= not any(self._sequence.is_written(x) for x in gathered)
         moved = 0.0 if local and not stays_on_tokens(node) else None
@@ -169,6 +167,19 @@ class RegionFinder:
         ]
         in_parts = self._seconds.of_gather(with_tokens) + in_full
         return DEAR if forced is MixerStrategy.EXCHANGE else in_parts, moved
+
+    def _reads_entries(self, node: fx.Node, entries: DimClass) -> bool:
+        """Tell whether a call reads a value of which ranks have entries, or makes one.
+
+        Weights that are cut share nothing out: every rank has all of them.
+        """
+        made = (node, *node.all_input_nodes)
+        if any(spelled(x) in CREATIONS and x in entries.dims for x in made):
+            return True
+        return any(
+            x in entries.dims or not isinstance(fake_value(x), Tensor)
+            for x in self._sequence.computed.intersection(node.all_input_nodes)
+        )
 
     def _writes_elsewhere(self, node: fx.Node, entries: DimClass) -> bool:
         """Tell whether a call writes into a tensor that has no side."""
