@@ -17,7 +17,7 @@ from torch import Tensor
 
 @torch.library.custom_op("cp::expert_numbers", mutates_args=())
 def expert_numbers(numbers: Tensor, where: str) -> Tensor:
-    """Return a copy of the numbers of experts.
+    """Return a contiguous copy of the numbers of experts.
 
     Args:
         numbers: int, of any shape.
@@ -32,9 +32,9 @@ def expert_numbers(numbers: Tensor, where: str) -> Tensor:
         torch._assert_async(right, message)
     elif not right:
         raise RuntimeError(message)
-    return numbers.clone()
+    return numbers.clone(memory_format=torch.contiguous_format)
 
 
 @expert_numbers.register_fake
 def _(numbers: Tensor, where: str) -> Tensor:
-    return torch.empty_like(numbers)
+    return numbers.new_empty(numbers.shape)

@@ -146,6 +146,8 @@ def _others(dtype: torch.dtype) -> Iterator[Call]:
     operands = tuple(_random(dtype, (5, 3), (5, 4), (4, 3)))
     yield Call(("add_product_",), added, operands)
     yield Call(("gradient_bucket",), ops.gradient_bucket, (operands,))
+    experts = torch.tensor([[2, 0, 1], [1, 1, 0]])
+    yield Call(("expert_numbers",), ops.expert_numbers, (experts, "a test"))
     x, *sums = _random(dtype, (4, 2), (2,), (3,))
     yield Call(("after",), ops.after, (x, sums))
     mask = torch.tensor([[True, False, True], [False, True, True]])
@@ -348,6 +350,23 @@ def _differentiated(
     return Call((name,), run, (*tensors, *rest), has_fake=False)
 
 
+def _in_groups(place: Place, qkv: list[Tensor]) -> Call:
+    """An exchange of tokens for heads and back, begun and finished."""
+    size = -(-LENGTH // place.ranks)
+    blocks = [n for heads, dim in ((H, D), (G, D), (G, E))
+              for n in (H, heads, LENGTH, size, dim)]  # fmt: skip
+
+    def there_and_back(tensors: list[Tensor]) -> list[Tensor]:
+        arriving = ops.ulysses_scatter_start(tensors, blocks, place.group)
+        heads = ops.ulysses_scatter_finish(arriving, B, blocks, place.group)
+        arriving = ops.ulysses_gather_start(heads, blocks, place.group)
+        return [*heads, *ops.ulysses_gather_finish(arriving, B, blocks, place.group)]
+
+    scatter = ("ulysses_scatter_start", "ulysses_scatter_finish")
+    gather = ("ulysses_gather_start", "ulysses_gather_finish")
+    return Call((*scatter, *gather), there_and_back, (qkv,), has_fake=False)
+
+
 def _messages(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     size = -(-LENGTH // place.ranks)
     k, v = _random(dtype, (B, G, size, D), (B, G, size, E))
@@ -365,6 +384,7 @@ def _messages(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     scattered = ops.ulysses_scatter(qkv, *rest)
     operands = (scattered, [H, G, G], *rest)
     yield Call(("ulysses_gather",), ops.ulysses_gather, operands)
+    yield _in_groups(place, qkv)
     for dim, target in ((2, "zigzag"), (-2, "striped")):
         operands = (qkv[0], dim, LENGTH, "contiguous", target, place.group)
         yield Call(("relayout",), ops.relayout, operands)
