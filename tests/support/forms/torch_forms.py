@@ -67,7 +67,8 @@ _PREFIX = "_sfdp_pattern_"
 def numbers_of_torch() -> set[int]:
     """The functions that the installed torch has."""
     names = [x for x in vars(fuse_attention) if x.startswith(_PREFIX)]
-    return {int(name.removeprefix(_PREFIX)) for name in names}
+    numbers = [x.removeprefix(_PREFIX) for x in names]
+    return {int(x) for x in numbers if x.isdigit()}  # torch 2.14 has checks beside them
 
 
 def _as_of_a_model() -> dict[str, Any]:
