@@ -224,10 +224,9 @@ class _Exchange:
                 others = [x for x in node.users if x not in moved]
                 target = None if token_dim is None else token_dim.dim
                 self._insert(node, others, dim.dim, target)
-            else:  # without a known dimension of tokens, from wherever ranks cut it
+            elif token_dim is not None:
                 others = [x for x in node.users if x in moved]
-                source = dim.dim if token_dim is None else token_dim.dim
-                self._insert(node, others, source, dim.dim)
+                self._insert(node, others, token_dim.dim, dim.dim)
 
     def _insert(
         self, node: fx.Node, users: list[fx.Node], source: int, target: int | None
