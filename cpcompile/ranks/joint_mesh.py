@@ -20,24 +20,18 @@ def joint_mesh(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 
     Raises: InputError unless both are axes of one mesh, and different ones.
     """
-    root, names = other._get_root_mesh(), other.mesh_dim_names
-    sequence_ranks = dist.get_process_group_ranks(sequence.get_group())
-    coordinate = root.get_coordinate()
-    if (
-        sequence._get_root_mesh() != root
-        or names is None
-        or not set(names) <= set(root.mesh_dim_names or ())
-        or coordinate is None
-    ):
+    root = _common_root(sequence, other)
+    names = other.mesh_dim_names
+    if root is None or names is None:
         raise InputError(
             f"the sequence is sharded over {_text(sequence)}, and parameters are "
             f"DTensors on {_text(other)}; needed two axes of one mesh: "
             'mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("cp", "tp")), '
             'with parallelize_module(model, mesh["tp"], ...) and options={"mesh": mesh}'
         )
-    axes = [root.mesh_dim_names.index(name) for name in names]  # type: ignore[union-attr]
-    rows = [_row(root.mesh, rank, axes) for rank in sequence_ranks]
-    table = torch.stack(rows)
+    axes = _axes(root, names)
+    sequence_ranks = dist.get_process_group_ranks(sequence.get_group())
+    table = torch.stack([_row(root.mesh, rank, axes) for rank in sequence_ranks])
     if len(table.unique()) < table.numel():
         raise InputError(
             f"parameters are DTensors on {_text(other)}, which includes the axis of "
@@ -49,6 +43,33 @@ def joint_mesh(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(
         groups, sequence.device_type, mesh=table, mesh_dim_names=(own, *names)
     )
+
+
+def _common_root(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:
+    """Return the mesh that both are axes of, or None.
+
+    The mesh of a DTensor may be an equal one that was cut from another root, which
+    DTensor's caches keep: so either root will do.
+    """
+    for root in (other._get_root_mesh(), sequence._get_root_mesh()):
+        cut = sequence._get_root_mesh() == root or _has_axes(root, sequence)
+        if cut and _has_axes(root, other):
+            return root
+    return None
+
+
+def _has_axes(root: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """Tell whether the axes of `mesh` are those of `root` with the same names."""
+    names = mesh.mesh_dim_names
+    if root.get_coordinate() is None or mesh.device_type != root.device_type:
+        return False
+    if names is None or not set(names) <= set(root.mesh_dim_names or ()):
+        return False
+    return torch.equal(_row(root.mesh, root.get_rank(), _axes(root, names)), mesh.mesh)
+
+
+def _axes(root: DeviceMesh, names: tuple[str, ...]) -> list[int]:
+    return [(root.mesh_dim_names or ()).index(name) for name in names]
 
 
 def _row(ranks: Tensor, rank: int, axes: list[int]) -> Tensor:
