@@ -145,6 +145,37 @@ class LongConvolution(Mixer):
         return q * mixed.transpose(1, 2) * k
 
 
+class ShortConvolutions(LinearAttention):
+    """Short causal convolutions of each channel before the mixer, as in Mamba."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__(width)
+        self.convolution = nn.Conv1d(width, width, 4, groups=width, padding=3)
+
+    def mix(self, q, k, v):
+        q, k, v = (
+            self.convolution(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+            for x in (q, k, v)
+        )
+        return super().mix(q, k, v)
+
+
+class LongKernel(Mixer):
+    """A convolution with a weight for every token, two channels of each channel."""
+
+    taps = 16
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__(width)
+        self.filter = nn.Parameter(torch.randn(2 * width, 1, self.taps) / self.taps)
+
+    def mix(self, q, k, v):
+        padded = F.pad(v.transpose(1, 2), (self.taps - 1, 0))
+        mixed = F.conv1d(padded, self.filter, groups=v.shape[-1]).transpose(1, 2)
+        value, gate = mixed.unflatten(-1, (-1, 2)).unbind(-1)
+        return q * value * gate.sigmoid() * k
+
+
 class MinGRU(Mixer):
     """Feng et al., Were RNNs All We Needed (arXiv 2410.01201), by logarithms."""
 
@@ -178,6 +209,7 @@ MIXERS = {
     cls.__name__: cls
     for cls in (
         LinearAttention, SingleHead, Retention, Lightning, WrittenChunks,
-        WrittenTokens, LongConvolution, MinGRU, GatedScan, NormOverHeads,
+        WrittenTokens, LongConvolution, ShortConvolutions, LongKernel, MinGRU,
+        GatedScan, NormOverHeads,
     )
 }  # fmt: skip

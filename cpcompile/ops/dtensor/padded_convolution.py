@@ -1,4 +1,7 @@
-"""Convolutions of sharded tokens: each rank borrows what it reads beside its own."""
+"""Convolutions on shards: each rank borrows the tokens that it reads beside its own.
+
+Of channels, which groups keep apart, a rank needs its own alone.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from cpcompile.geometry.layout import Chunks
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.ops.dtensor.shares import sharing_rows
 
@@ -29,7 +33,8 @@ def padded_convolution(
 
     Args:
         input: [B, C, ..] or [C, ..]; a DTensor may be sharded along batch and
-            positions, its weight and bias are whole then.
+            positions, and along channels in parts of whole groups. Its weight and bias
+            are whole then.
         weight, bias, stride, dilation, groups: as torch takes them, per dimension.
         padding: zeros (before, after) per dimension of positions.
         apart: a dimension of a DTensor in which each rank's part is a sequence of its
@@ -58,16 +63,20 @@ def _of_shards(
 ) -> DTensor:
     mesh, first = x.device_mesh, x.ndim - len(stride)
     batch = {Shard(dim) for dim in range(first - 1)}
+    own_groups = groups_of_rank(x, first - 1, groups, weight.shape[0])
     local, remaining, empty = local_part(x), [tuple(pair) for pair in padding], None
     shared = sharing_rows(mesh, x.placements, x.numel(), local.numel())
     for axis, placement in enumerate(x.placements):
         if placement.is_replicate() or placement in batch:
             continue
+        if placement == Shard(first - 1) and own_groups is not None:
+            continue
         dim = placement.dim if type(placement) is Shard else -1
         if dim < first or x.placements.count(placement) > 1:
             raise ValueError(
                 f"a convolution of a DTensor {tuple(x.shape)} with placements "
-                f"{x.placements}; needed its batch or positions in one part per rank"
+                f"{x.placements}; needed its batch or positions in one part per rank, "
+                f"or channels in parts of whole groups, of {groups}"
             )
         if dim == apart:
             continue
@@ -99,6 +108,11 @@ def _of_shards(
     ]
     own_weight = whole_weight(weight, grads)
     own_bias = None if bias is None else whole_weight(bias, grads)
+    if own_groups is not None:
+        begin, count = (n * weight.shape[0] // groups for n in own_groups)
+        own_weight = own_weight.narrow(0, begin, count)
+        own_bias = None if own_bias is None else own_bias.narrow(0, begin, count)
+        groups = own_groups[1]
     with shared:
         out = _convolved(
             local, own_weight, own_bias, stride, remaining, dilation, groups
@@ -117,6 +131,28 @@ def _of_shards(
         shape=shape,
         stride=contiguous_strides(shape),
     )
+
+
+def groups_of_rank(
+    x: DTensor, dim: int, groups: int, results: int
+) -> tuple[int, int] | None:
+    """Return a rank's groups of channels: the first of them, and how many.
+
+    None unless channels, dimension `dim`, are sharded, in parts of whole groups, and
+    the results, so many channels, are sharded into those of the same groups.
+    """
+    if x.placements.count(Shard(dim)) != 1:
+        return None
+    axis = x.placements.index(Shard(dim))
+    ranks = range(x.device_mesh.size(axis))
+    taken, made = (Chunks(n, len(ranks)) for n in (x.shape[dim], results))
+    counts = [taken.count(rank) * groups // x.shape[dim] for rank in ranks]
+    for rank, count in enumerate(counts):
+        parts = ((taken, x.shape[dim]), (made, results))
+        if not count or any(c.count(rank) * groups != count * n for c, n in parts):
+            return None
+    own = x.device_mesh.get_local_rank(axis)
+    return sum(counts[:own]), counts[own]
 
 
 def window_counts(

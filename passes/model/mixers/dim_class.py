@@ -34,7 +34,7 @@ from ...graph.sequence_tokens import (
     key_source,
     whole_keys,
 )
-from ..normalize.pad_convolutions import convolved
+from ..normalize.pad_convolutions import convolved, independent_channels
 from ..sharding.dim_flows import part_written
 
 CREATIONS = (*NEW_TENSORS, "arange", "size")
@@ -105,6 +105,12 @@ class DimClass:
 
     def _is_local_in_parts(self, node: fx.Node) -> bool:
         """Tell whether DTensor makes a call on uneven parts as on single entries."""
+        operands = convolved(node)
+        if (
+            operands is not None
+        ):  # by a rule of ours for channels, by DTensor's for rows
+            channels = independent_channels(node, self.entries) or {}
+            return self.dims[operands[0]] == TokenDim(channels.get(operands[0], -1))
         if spelled(node) in ("view", "reshape", "flatten", "unflatten"):
             return False  # DTensor takes them for views of the uneven dimension, too
         call, leaves = shaped_call(node)
@@ -155,7 +161,7 @@ class DimClass:
     ) -> Iterator[tuple[fx.Node, TokenDim]]:
         if node.op not in ("call_function", "call_method"):
             return
-        if node.target in (whole_keys, key_source) or convolved(node) is not None:
+        if node.target in (whole_keys, key_source):
             return
         sequence, index = SequenceDim(dim, self.entries), None
         if node.target is operator.getitem:
@@ -167,12 +173,35 @@ class DimClass:
                 node, index = source, item
         elif sub_graph(node) is not None:
             return
-        if is_mixer(node):
-            for operands, results in self._of_mixer(node):
+        apart = self._apart(node)
+        if apart is not None:
+            for operands, results in apart:
                 if results[index or 0] == dim:
                     yield from operands.items()
             return
         yield from token_sources(self.flows, node, sequence, index)
+
+    def _apart(
+        self, node: fx.Node
+    ) -> Iterable[tuple[dict[fx.Node, TokenDim], dict[int, TokenDim]]] | None:
+        """Return the dimensions that a mixer or convolution treats entry by entry.
+
+        None for other calls, of which DTensor knows more than we do.
+        """
+        if is_mixer(node):
+            return self._of_mixer(node)
+        return None if convolved(node) is None else self._of_convolution(node)
+
+    def _of_convolution(
+        self, node: fx.Node
+    ) -> Iterator[tuple[dict[fx.Node, TokenDim], dict[int, TokenDim]]]:
+        x, weight = convolved(node) or (node, node)
+        if fake_value(x).ndim == fake_value(weight).ndim:
+            yield {x: TokenDim(0)}, {0: TokenDim(0)}  # rows of a batch
+        channels = independent_channels(node, self.entries)
+        if channels is not None:
+            operands = {y: TokenDim(dim) for y, dim in channels.items()}
+            yield operands, {0: operands[x]}
 
     def _of_mixer(
         self, node: fx.Node
@@ -223,18 +252,13 @@ class DimClass:
 
         None where entries meet or nothing is known; a sum has no dimensions.
         """
-        convolution = convolved(node)
         own = {x: self.dims[x] for x in node.all_input_nodes if x in self.dims}
-        if convolution is not None:  # rows of a batch are all that we know
-            x, weight = convolution
-            rows = {x: TokenDim(0)}
-            is_batch = fake_value(x).ndim == fake_value(weight).ndim
-            return ({0: TokenDim(0)}, rows) if is_batch and own == rows else None
-        if is_mixer(node):
+        apart = self._apart(node)
+        if apart is not None:
             return next(
                 (
                     (results, operands)
-                    for operands, results in self._of_mixer(node)
+                    for operands, results in apart
                     if own and own.items() <= operands.items()
                 ),
                 None,

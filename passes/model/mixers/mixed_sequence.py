@@ -32,13 +32,15 @@ from ...graph.nodes import (
 from ...graph.sequence_tokens import TokenDim, is_row_parallel_operand
 from ..moves.move_rules import RULES as MOVES
 from ..moves.window_views import windows
-from ..normalize.pad_convolutions import convolved
+from ..normalize.pad_convolutions import CONVOLUTIONS, convolved, reach_along
 from ..sharding.dim_flows import dim_flows, part_written, token_operands
 from ..sharding.rows_before import OF_POSITIONS
 from ..sharding.sharding_rules import RULES
 from .dim_class import CREATIONS, DimClass, linked_values
 
-_ANYWHERE = ("mean", "expand_as", "logsigmoid", "log_sigmoid", "prelu")
+_ANYWHERE = (
+    "mean", "expand_as", "logsigmoid", "log_sigmoid", "prelu", *CONVOLUTIONS,
+)  # fmt: skip
 """Calls whose rules of ours look where their operand is split."""
 
 _AS_FLOW_SAYS = (
@@ -105,15 +107,31 @@ class MixedSequence:
         """Tell whether a call brings tokens together that ranks have."""
         if node.op not in ("call_function", "call_method") or sub_graph(node):
             return False
+        if node in self.computed and convolved(node) is not None:
+            own = any(x in self.tokens.dims for x in node.all_input_nodes)
+            few = self.tokens.entries / self.ranks
+            return own and (self.borrowed(node) or 0) >= few
         if node not in self.computed or _knows_tokens(node):
             return False
-        if spelled(node) in CREATIONS or convolved(node) is not None:
-            return False  # what a convolution needs of neighbours is little
+        if spelled(node) in CREATIONS:
+            return False
         if not any(x in self.tokens.dims for x in node.all_input_nodes):
             return False
         if self.tokens.is_local(node) or self.tokens.is_sum(node):
             return False
         return not self._makes_windows(node)
+
+    def borrowed(self, node: fx.Node) -> int | None:
+        """Return how many tokens of others a rank reads for a convolution.
+
+        None for any other call, and where no tokens are known.
+        """
+        operands = convolved(node)
+        for tokens in (self.tokens, *self.others):
+            dim = None if operands is None else tokens.dims.get(operands[0])
+            if dim is not None:
+                return reach_along(node, dim.dim)
+        return None
 
     def _makes_windows(self, node: fx.Node) -> bool:
         """Tell whether a view makes windows that stay apart, some for every rank."""
@@ -158,6 +176,8 @@ class MixedSequence:
         if values is not None:
             entries.dims |= values
             return [(entries, x) for x in values]
+        if spelled(user) == "mean":  # of them, which ranks add up in parts
+            return []
         at = entries.dims[value]
         if at.outer > 1 or not isinstance(fake_value(written), Tensor):
             return None
@@ -175,7 +195,7 @@ class MixedSequence:
             x = canonical_call(node).arguments["input"]
             size = dim_size(node, at) if at.dim > 1 else 0
             return None if x is not source or size < self.ranks else at.dim
-        if not moves_little(node):
+        if not moves_little(node) and convolved(node) is None:
             return None
         flows = part_written(node) or dim_flows(node) or ()
         out = [x.out for x in flows if x.source is source and x.dim == at.dim]
@@ -194,9 +214,11 @@ class MixedSequence:
         )
 
     def moved_results(self) -> Iterator[tuple[fx.Node, TokenDim]]:
-        """Yield the results of calls that move tokens of this sequence."""
+        """Yield results of calls that move tokens of this sequence, or mix a few."""
         for node in self.nodes:
-            if not moves_little(node) or not isinstance(fake_value(node), Tensor):
+            if not moves_little(node) and convolved(node) is None:
+                continue
+            if not isinstance(fake_value(node), Tensor):
                 continue
             for flow in dim_flows(node) or ():
                 moved = self.tokens.dims.get(flow.source) == TokenDim(flow.dim)

@@ -132,6 +132,8 @@ class RegionFinder:
         if moved is not None:
             moved = self._seconds.in_uneven_parts(node, entries)
             moved += self._seconds.of_gather(gathered)
+        if self._sequence.borrowed(node) is not None:
+            return self._price_of_convolution(node, moved)
         in_full = self._seconds.in_full(node)
         if not self._sequence.mixes(node):
             operands = {x for x in operands if isinstance(fake_value(x), Tensor)}
@@ -167,6 +169,17 @@ class RegionFinder:
         ]
         in_parts = self._seconds.of_gather(with_tokens) + in_full
         return DEAR if forced is MixerStrategy.EXCHANGE else in_parts, moved
+
+    def _price_of_convolution(
+        self, node: fx.Node, moved: float | None
+    ) -> tuple[float | None, float | None]:
+        """Return the seconds of a convolution that reads tokens of other ranks."""
+        if self._sequence.mixes(node):
+            if self._forced is MixerStrategy.EXCHANGE:
+                return DEAR, moved
+            if self._forced is MixerStrategy.GATHER and moved is not None:
+                moved = DEAR
+        return self._seconds.of_halo(node), moved
 
     def _reads_entries(self, node: fx.Node, entries: DimClass) -> bool:
         """Tell whether a call reads a value of which ranks have entries, or makes one.

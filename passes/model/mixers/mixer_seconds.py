@@ -21,6 +21,7 @@ from ...graph.mixer_calls import is_mixer, mixer_call, mixer_operands
 from ...graph.nodes import expected_shape, fake_value
 from ...graph.sequence_tokens import TokenDim
 from ...placement.scan_calls import joined_operands
+from ..normalize.pad_convolutions import convolved
 from .dim_class import CREATIONS, DimClass
 from .mixed_sequence import MixedSequence, dim_size
 
@@ -133,6 +134,17 @@ class MixerSeconds:
             moved = max(moved, size / tokens * min(max(others, 1), tokens / 2))
         return mixer_prices.exchanged_seconds(
             self._ctx.profile, self._ctx.ranks, moved, self._passes
+        )
+
+    def of_halo(self, node: fx.Node) -> float:
+        """Return the seconds to borrow what a convolution reads beside a rank's own."""
+        x, _ = convolved(node) or (node, node)
+        borrowed = self._sequence.borrowed(node) or 0
+        if not borrowed:
+            return 0.0
+        part = min(1.0, borrowed / self._sequence.tokens.entries)
+        return mixer_prices.gathered_seconds(
+            self._ctx.profile, self._ctx.ranks, [part * bytes_of(x)], self._passes
         )
 
     def of_exchange(self, node: fx.Node, entries: DimClass) -> float | None:

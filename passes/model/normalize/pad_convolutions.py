@@ -16,7 +16,10 @@ from typing import Any
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Shard
 
-from cpcompile.ops.dtensor.padded_convolution import padded_convolution
+from cpcompile.ops.dtensor.padded_convolution import (
+    groups_of_rank,
+    padded_convolution,
+)
 
 from ...graph.calls import canonical_call
 from ...graph.context import Context
@@ -41,6 +44,30 @@ def convolved(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return x, weight
 
 
+def reach_along(node: fx.Node, dim: int) -> int:
+    """Return how many positions beside its own a convolution reads for each."""
+    call = padded_call(node)
+    i = -1 if call is None else dim - fake_value(node).ndim + len(call.args[3])
+    if call is None or i < 0:
+        return 0
+    taps = fake_value(call.args[1]).shape[2 + i]
+    return max(0, int(call.args[5][i] * (taps - 1) + 1 - call.args[3][i]))
+
+
+def independent_channels(node: fx.Node, entries: int) -> dict[fx.Node, int] | None:
+    """Return the dimensions of channels of a convolution's operands, by operand.
+
+    None if there are not as many `entries` in them that keep apart: each has some
+    groups of channels. In its result they are where they are in its input.
+    """
+    call = padded_call(node)
+    if call is None or call.args[6] % entries:
+        return None
+    x, weight, bias, *_ = call.args
+    dims = {x: fake_value(x).ndim - len(call.args[3]) - 1, weight: 0}
+    return dims if bias is None else dims | {bias: 0}
+
+
 @graph_pass(writes=("shared",))
 def pad_convolutions(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite causal convolutions; return their number. Never raises."""
@@ -52,7 +79,7 @@ def pad_convolutions(graph: fx.Graph, ctx: Context) -> int:
 
 
 def convolution(graph_values: GraphValues, node: fx.Node) -> Decision | None:
-    """Decide on a convolution whose tokens are sharded.
+    """Decide on a convolution whose tokens, or groups of channels, are sharded.
 
     None if they are not, or if it does not give as many tokens as it takes.
     """
@@ -62,7 +89,13 @@ def convolution(graph_values: GraphValues, node: fx.Node) -> Decision | None:
         return None
     placement = value.placements[graph_values.ctx.axis]
     first = value.ndim - len(call.args[3])
-    if type(placement) is not Shard or placement.dim < first:
+    if type(placement) is not Shard:
+        return None
+    if placement.dim == first - 1:
+        results = fake_value(call.args[1]).shape[0]
+        own = groups_of_rank(value, first - 1, call.args[6], results)
+        return None if own is None else Propagate(call)
+    if placement.dim < first:
         return None
     i = placement.dim - first
     stride, padding, dilation = (x[i] for x in call.args[3:6])
@@ -145,6 +178,8 @@ def _without_pad(node: fx.Node) -> bool:
 
 def padded_call(node: fx.Node) -> NewCall | None:
     """Return the call as one of padded_convolution; None if a number is not known."""
+    if node.target is padded_convolution:
+        return NewCall(padded_convolution, node.args)
     arguments = canonical_call(node).arguments
     weight = fake_value(arguments["weight"])
     dims = weight.ndim - 2

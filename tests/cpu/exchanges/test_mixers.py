@@ -64,15 +64,16 @@ def test_what_is_exchanged_is_listed(pools):
     assert not any(purpose is Purpose.VALUE for _, purpose in listed)
 
 
-@pytest.mark.slow(but=["Lightning-2-1-16", "LongConvolution-3-1-20"])
+@pytest.mark.slow(but=["Lightning-2-1-16", "ShortConvolutions-3-1-20"])
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("name", "world", "batch", "tokens"), CASES)
 def test_a_mixer_equals_one_process(pools, name, world, batch, tokens):
     arguments = (name, world, batch, tokens)
     for comparison, count in pools[world].run(run, *arguments, timeout=120):
         comparison.check()
-        # Four heads leave one of three ranks without any; others have channels.
-        stays = name == "WrittenChunks" and world == 3
+        # Four heads leave one of three ranks without any; others have channels, of
+        # which two that belong together may not come apart.
+        stays = name in ("WrittenChunks", "LongKernel") and world == 3
         assert (count == 0) == stays
         if not stays:
             assert comparison.warnings == []

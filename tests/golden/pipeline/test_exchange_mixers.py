@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.cpu.against_one_process import warnings
 from tests.golden.capture import capture, changes
@@ -11,9 +12,11 @@ from tests.support.mixers import (
     Lightning,
     LinearAttention,
     LongConvolution,
+    LongKernel,
     Mixer,
     NormOverHeads,
     Retention,
+    ShortConvolutions,
     WrittenChunks,
 )
 from tests.support.stand_in_kernels import stand_ins
@@ -107,6 +110,84 @@ def test_a_convolution_by_fft(mesh_of):
 - transpose_1 = .transpose(mixed, 1, 2)
 + transpose_1 = .transpose(exchanged_1, 1, 2)""",
     )
+
+
+@in_two
+def test_short_convolutions_of_what_is_exchanged(mesh_of):
+    """A rank needs no tokens of its neighbours where it has all tokens of channels."""
+    step = exchanged(ShortConvolutions(512), mesh_of)
+    assert step.rewrites == 2
+    assert_golden(
+        changes(step),
+        """\
++ exchanged = exchanged(transpose, 2, 1)
+- padded_convolution = padded_convolution(transpose,
+    l_self_modules_convolution_parameters_weight_,
+    l_self_modules_convolution_parameters_bias_, (1,), [(3, 0)], (1,), 512)
++ padded_convolution = padded_convolution(exchanged,
+    l_self_modules_convolution_parameters_weight_,
+    l_self_modules_convolution_parameters_bias_, (1,), [(3, 0)], (1,), 512)
++ exchanged_1 = exchanged(transpose_2, 2, 1)
+- padded_convolution_1 = padded_convolution(transpose_2,
+    l_self_modules_convolution_parameters_weight_,
+    l_self_modules_convolution_parameters_bias_, (1,), [(3, 0)], (1,), 512)
++ padded_convolution_1 = padded_convolution(exchanged_1,
+    l_self_modules_convolution_parameters_weight_,
+    l_self_modules_convolution_parameters_bias_, (1,), [(3, 0)], (1,), 512)
++ exchanged_2 = exchanged(transpose_4, 2, 1)
+- padded_convolution_2 = padded_convolution(transpose_4,
+    l_self_modules_convolution_parameters_weight_,
+    l_self_modules_convolution_parameters_bias_, (1,), [(3, 0)], (1,), 512)
++ padded_convolution_2 = padded_convolution(exchanged_2,
+    l_self_modules_convolution_parameters_weight_,
+    l_self_modules_convolution_parameters_bias_, (1,), [(3, 0)], (1,), 512)
++ exchanged_3 = exchanged(truediv, 2, 1)
+- flatten = .flatten(truediv, 2)
++ flatten = .flatten(exchanged_3, 2)""",
+    )
+
+
+@pytest.mark.parametrize("mesh_of", [4], indirect=True)
+def test_a_convolution_that_reads_all_tokens(mesh_of):
+    """One that reads few of others borrows these, and so does one of all channels."""
+
+    class Kernel(LongKernel):
+        """Its weight takes no memory."""
+
+        taps = 1 << 16
+
+        def __init__(self, width, of_channels=1):
+            Mixer.__init__(self, width)
+            weight = torch.zeros(1, 1, 1).expand(2 * width, of_channels, self.taps)
+            self.filter = torch.nn.Parameter(weight)
+
+    step = exchanged(Kernel(512), mesh_of, tokens=Kernel.taps)
+    assert_golden(
+        changes(step),
+        """\
++ exchanged = exchanged(transpose, 2, 1)
+- padded_convolution = padded_convolution(transpose, l_self_parameters_filter_, None,
+    (1,), [(65535, 0)], (1,), 512)
++ padded_convolution = padded_convolution(exchanged, l_self_parameters_filter_, None,
+    (1,), [(65535, 0)], (1,), 512)
+- mixed = .transpose(padded_convolution, 1, 2)
++ exchanged_1 = exchanged(padded_convolution, 1, 2)
++ mixed = .transpose(exchanged_1, 1, 2)""",
+    )
+    step = exchanged(LongKernel(512), mesh_of, tokens=Kernel.taps)
+    assert step.rewrites == 0 and not step.changed
+
+    class OfAllChannels(Kernel):
+        def __init__(self, width):
+            super().__init__(width, width)
+
+        def mix(self, q, k, v):
+            padded = F.pad(v.transpose(1, 2), (self.taps - 1, 0))
+            mixed = F.conv1d(padded, self.filter).transpose(1, 2)
+            return q * mixed[..., : q.shape[-1]] * k
+
+    step = exchanged(OfAllChannels(512), mesh_of, tokens=Kernel.taps)
+    assert step.rewrites == 0 and not step.changed
 
 
 @in_two
