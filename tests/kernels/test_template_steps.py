@@ -59,7 +59,7 @@ def run_and_check(interpreters, case):
     return [calls for _, calls in results]
 
 
-@pytest.mark.slow(but_every=5)
+@pytest.mark.slow(but=["causal documents"])
 @pytest.mark.parametrize("mask", RANGES)
 def test_ring(interpreters, mask):
     calls = run_and_check(interpreters, MaskedCase(mask, seq=35, kv_heads=2))

@@ -237,7 +237,7 @@ def run_in_layout(name, strategy, layout):
         )
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow(but=["DeltaRule-exchange"])
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("name", "strategy"),
@@ -270,14 +270,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(
-    but=[
-        "DeltaRule-3-states-1-14",
-        "StateSpace-2-exchange-1-13",
-        "SelectiveScan-3-exchange-1-14",
-        "FusedDocuments-2-exchange-1-13",
-    ]
-)
+@pytest.mark.slow(but=["DeltaRule-3-states-1-14", "FusedDocuments-2-exchange-1-13"])
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("name", "world", "strategy", "batch", "tokens"), CASES)
 def test_a_kernel_equals_one_process(pools, name, world, strategy, batch, tokens):
@@ -294,6 +287,7 @@ def test_a_kernel_equals_one_process(pools, name, world, strategy, batch, tokens
             assert comparison.warnings == []
 
 
+@pytest.mark.slow(but=["exchange"])
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("strategy", ["exchange", "states"])
 def test_inductor_runs_a_kernel(pools, strategy):

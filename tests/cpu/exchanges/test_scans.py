@@ -38,6 +38,7 @@ def run_in_layout(strategy):
     )
 
 
+@pytest.mark.slow(but=["states"])
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("strategy", ["exchange", "states"])
 def test_a_scan_beside_attention_in_a_balanced_layout(pools, strategy):

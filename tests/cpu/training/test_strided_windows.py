@@ -19,7 +19,7 @@ def compared(name, world, tokens, door, options):
     return compare(lambda: Model(name), (2, tokens, WIDTH), world, door, **options)
 
 
-@pytest.mark.slow(but=["halves-3", "triples-2"])
+@pytest.mark.slow(but=["halves-3"])
 @pytest.mark.parametrize(("name", "world", "tokens"), CASES)
 def test_it_equals_one_process(pools, name, world, tokens):
     options = {"shard": {"x": 1}}
