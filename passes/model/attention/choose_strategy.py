@@ -124,7 +124,7 @@ def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
 def _only(plan: Plan, of_latents: bool) -> Plan | None:
     """Return a plan that makes keys of latents, or does not; None if none does."""
     possible = (c for c in plan.candidates if c.excluded is None)
-    for candidate in possible:
+    for candidate in (plan.chosen, *possible):
         if (candidate.strategy is Strategy.LATENTS) == of_latents:
             return replace(plan, chosen=candidate)
     return None
