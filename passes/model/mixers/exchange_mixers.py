@@ -50,7 +50,7 @@ _VIEWS = ("view", "reshape", "flatten", "unflatten", "view_as")
 """Calls that compute nothing: what they need of other ranks is in the account."""
 
 
-@graph_pass(reads=("calls",), writes=("mixers",))
+@graph_pass(reads=("calls", "balanced_plans"), writes=("mixers",))
 def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
     """Exchange tokens for another dimension; return how many calls that is good for.
 

@@ -104,6 +104,9 @@ class RegionFinder:
                 (prices[x][0] or 0.0) - (prices[x][1] or 0.0) for x in region
             )
             saved -= price
+            mixing = filter(self._sequence.mixes, region)
+            if self._seconds.is_laid_out and all(map(moves_little, mixing)):
+                saved -= price  # in a layout moves are as cheap, an exchange is not
             if saved > 0:
                 yield Region(entries, region, saved, order[start])
 

@@ -35,11 +35,16 @@ def has_strategies(node: fx.Node) -> bool:
 
 
 class MixerSeconds:
-    """Seconds of calls and messages, forward and backward, on one sequence."""
+    """Seconds of calls and messages, forward and backward, on one sequence.
+
+    is_laid_out: whether attention may lay out its tokens, so that what is exchanged
+    needs a relayout, too.
+    """
 
     def __init__(self, sequence: MixedSequence, ctx: Context) -> None:
         self._sequence, self._ctx = sequence, ctx
         self._passes = mixer_prices.passes_of(ctx.backward)
+        self.is_laid_out = bool(ctx.findings.balanced_plans)
 
     def of_strategies(self, node: fx.Node) -> Prices:
         """Return the seconds of every strategy that is possible for a call."""
