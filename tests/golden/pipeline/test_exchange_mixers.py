@@ -190,6 +190,34 @@ def test_a_convolution_that_reads_all_tokens(mesh_of):
     assert step.rewrites == 0 and not step.changed
 
 
+class NextTokens(torch.nn.Module):
+    """Attention, and a loss whose labels are shifted in the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(16, 48)
+
+    def forward(self, x, labels):
+        q, k, v = (y.unsqueeze(1) for y in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return F.cross_entropy(y.flatten(0, 1), labels.flatten())
+
+
+@in_two
+@pytest.mark.parametrize(("layout", "count"), [("contiguous", 1), ("zigzag", 0)])
+def test_an_exchange_that_saves_moves(mesh_of, layout, count):
+    """Rows of labels, in place of a pad and a slice, which work in zigzag as well."""
+    x, labels = torch.zeros(2, 64, 16), torch.zeros(2, 64, dtype=torch.int64)
+    steps = capture(
+        NextTokens(), x, labels, mesh=mesh_of, shard={"x": 1, "labels": 1},
+        layout=layout, strategy="ring", until="exchange_mixers",
+    )  # fmt: skip
+    step = steps["exchange_mixers"]
+    assert step.rewrites == count
+    assert exchanges(step) == [(1, 0), (0, 1)] * count
+
+
 @in_two
 def test_a_loop_over_tokens(mesh_of):
     step = exchanged(GatedScan(4096), mesh_of, tokens=16)
