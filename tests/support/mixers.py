@@ -160,6 +160,19 @@ class ShortConvolutions(LinearAttention):
         return super().mix(q, k, v)
 
 
+class AfterStem(LinearAttention):
+    """A stem makes one token of two, and normalises them over the batch."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__(width)
+        self.stem = nn.Conv1d(width, width, 3, stride=2, padding=1)
+        self.statistics = nn.BatchNorm1d(width)
+        self.pool = nn.AvgPool1d(2)
+
+    def forward(self, x):
+        return super().forward(self.pool(self.statistics(self.stem(x.mT))).mT)
+
+
 class LongKernel(Mixer):
     """A convolution with a weight for every token, two channels of each channel."""
 
@@ -209,7 +222,7 @@ MIXERS = {
     cls.__name__: cls
     for cls in (
         LinearAttention, SingleHead, Retention, Lightning, WrittenChunks,
-        WrittenTokens, LongConvolution, ShortConvolutions, LongKernel, MinGRU,
-        GatedScan, NormOverHeads,
+        WrittenTokens, LongConvolution, ShortConvolutions, AfterStem, LongKernel,
+        MinGRU, GatedScan, NormOverHeads,
     )
 }  # fmt: skip

@@ -55,12 +55,14 @@ FARTHEST = 256
 class MixedSequence:
     """The values and calls of a graph that have sequences of one length.
 
-    tokens: values that have them. computed: values that are computed of these.
+    tokens: values that have them. computed: values that are computed of inputs with
+    tokens, of any length.
     classes: dimensions along which entries keep apart, as far as they were asked for.
     others: the values that have sequences of other lengths.
     writes: calls that write to the memory of their first operand.
     flows: where dimensions go in calls.
 
+    is_given: whether an input has such a sequence. Others are made of a longer one.
     exchanged: values that ranks share out along another dimension already, as parts of
     a sequence of another length; they have no tokens here.
     """
@@ -99,9 +101,9 @@ class MixedSequence:
             x for x in self.nodes if is_in_place(x) and isinstance(x.args[0], fx.Node)
         ]
         self._written = _written_memory(self.writes)
-        self.computed = _computed_of(
-            graph, {x for x in self.tokens.dims if x.op == "placeholder"}, self.links
-        ).difference(exchanged)
+        self.is_given = any(x.op == "placeholder" for x in self.tokens.dims)
+        inputs = {x for x in (*seeds, *self.tokens.dims) if x.op == "placeholder"}
+        self.computed = _computed_of(graph, inputs, self.links).difference(exchanged)
 
     def mixes(self, node: fx.Node) -> bool:
         """Tell whether a call brings tokens together that ranks have."""
@@ -214,16 +216,18 @@ class MixedSequence:
         )
 
     def moved_results(self) -> Iterator[tuple[fx.Node, TokenDim]]:
-        """Yield results of calls that move tokens of this sequence, or mix a few."""
+        """Yield results that have tokens of this sequence, or as many as windows of it.
+
+        These are results of calls that move tokens, and of those that make positions of
+        positions: convolutions, pooling and norms.
+        """
         for node in self.nodes:
-            if not moves_little(node) and convolved(node) is None:
-                continue
             if not isinstance(fake_value(node), Tensor):
                 continue
-            for flow in dim_flows(node) or ():
-                moved = self.tokens.dims.get(flow.source) == TokenDim(flow.dim)
-                if moved and dim_size(node, TokenDim(flow.out)) > 1:
-                    yield node, TokenDim(flow.out)
+            for source, dim, out in _tokens_through(node):
+                moved = self.tokens.dims.get(source) == TokenDim(dim)
+                if moved and dim_size(node, TokenDim(out)) > 1:
+                    yield node, TokenDim(out)
                     break
 
     def classes_of(self, node: fx.Node) -> Iterator[DimClass]:
@@ -290,6 +294,22 @@ class MixedSequence:
         """Tell whether a call writes to the memory of a value, or of an operand."""
         values = (node, *node.all_input_nodes) if is_in_place(node) else (node,)
         return any(storage(x) in self._written for x in values)
+
+
+def _tokens_through(node: fx.Node) -> Iterator[tuple[fx.Node, int, int]]:
+    """Yield (source, dimension, dimension of the result) of tokens that go on."""
+    operands = convolved(node)
+    if operands is None and spelled(node) not in OF_POSITIONS:
+        for flow in dim_flows(node) or () if moves_little(node) else ():
+            yield flow.source, flow.dim, flow.out
+        return
+    x = operands[0] if operands else canonical_call(node).arguments["input"]
+    channels = None
+    if operands:
+        channels = fake_value(x).ndim - fake_value(operands[1]).ndim + 1
+    for dim in range(fake_value(x).ndim):
+        if dim != channels:
+            yield x, dim, dim
 
 
 def find_sequences(

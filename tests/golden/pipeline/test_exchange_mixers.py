@@ -8,6 +8,7 @@ from tests.cpu.against_one_process import warnings
 from tests.golden.capture import capture, changes
 from tests.golden.golden_text import assert_golden
 from tests.support.mixers import (
+    AfterStem,
     GatedScan,
     Lightning,
     LinearAttention,
@@ -188,6 +189,13 @@ def test_a_convolution_that_reads_all_tokens(mesh_of):
 
     step = exchanged(OfAllChannels(512), mesh_of, tokens=Kernel.taps)
     assert step.rewrites == 0 and not step.changed
+
+
+@in_two
+def test_tokens_that_a_stem_makes(mesh_of):
+    step = exchanged(AfterStem(512), mesh_of, tokens=16384)
+    assert step.rewrites == 2
+    assert exchanges(step) == [(1, 2)] * 3 + [(2, 1)]
 
 
 class NextTokens(torch.nn.Module):
