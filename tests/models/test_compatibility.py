@@ -43,7 +43,7 @@ OF_MIXERS = [
 ]
 
 
-@pytest.mark.slow(but=["mamba2/default, 2 ranks, train, mixers by states"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "setting"),
     [pytest.param(*run, id=f"{run[0]}, {run[1]}") for run in OF_MIXERS],

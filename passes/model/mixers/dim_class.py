@@ -106,9 +106,7 @@ class DimClass:
     def _is_local_in_parts(self, node: fx.Node) -> bool:
         """Tell whether DTensor makes a call on uneven parts as on single entries."""
         operands = convolved(node)
-        if (
-            operands is not None
-        ):  # by a rule of ours for channels, by DTensor's for rows
+        if operands is not None:  # channels by a rule of ours, which rows have not
             channels = independent_channels(node, self.entries) or {}
             return self.dims[operands[0]] == TokenDim(channels.get(operands[0], -1))
         if spelled(node) in ("view", "reshape", "flatten", "unflatten"):
@@ -190,12 +188,12 @@ class DimClass:
         """
         if is_mixer(node):
             return self._of_mixer(node)
-        return None if convolved(node) is None else self._of_convolution(node)
+        operands = convolved(node)
+        return None if operands is None else self._of_convolution(node, *operands)
 
     def _of_convolution(
-        self, node: fx.Node
+        self, node: fx.Node, x: fx.Node, weight: fx.Node
     ) -> Iterator[tuple[dict[fx.Node, TokenDim], dict[int, TokenDim]]]:
-        x, weight = convolved(node) or (node, node)
         if fake_value(x).ndim == fake_value(weight).ndim:
             yield {x: TokenDim(0)}, {0: TokenDim(0)}  # rows of a batch
         channels = independent_channels(node, self.entries)

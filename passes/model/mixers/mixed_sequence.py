@@ -109,11 +109,14 @@ class MixedSequence:
         """Tell whether a call brings tokens together that ranks have."""
         if node.op not in ("call_function", "call_method") or sub_graph(node):
             return False
-        if node in self.computed and convolved(node) is not None:
-            own = any(x in self.tokens.dims for x in node.all_input_nodes)
-            few = self.tokens.entries / self.ranks
-            return own and (self.borrowed(node) or 0) >= few
-        if node not in self.computed or _knows_tokens(node):
+        if node not in self.computed:
+            return False
+        operands = convolved(node)
+        if operands is not None:  # what most need of neighbours is little
+            many = self.tokens.entries / self.ranks
+            own = operands[0] in self.tokens.dims
+            return own and (self.borrowed(node) or 0) >= many
+        if _knows_tokens(node):
             return False
         if spelled(node) in CREATIONS:
             return False

@@ -143,13 +143,15 @@ class MixerSeconds:
 
     def of_halo(self, node: fx.Node) -> float:
         """Return the seconds to borrow what a convolution reads beside a rank's own."""
-        x, _ = convolved(node) or (node, node)
-        borrowed = self._sequence.borrowed(node) or 0
-        if not borrowed:
+        operands, borrowed = convolved(node), self._sequence.borrowed(node)
+        if operands is None or not borrowed:
             return 0.0
         part = min(1.0, borrowed / self._sequence.tokens.entries)
         return mixer_prices.gathered_seconds(
-            self._ctx.profile, self._ctx.ranks, [part * bytes_of(x)], self._passes
+            self._ctx.profile,
+            self._ctx.ranks,
+            [part * bytes_of(operands[0])],
+            self._passes,
         )
 
     def of_exchange(self, node: fx.Node, entries: DimClass) -> float | None:

@@ -40,7 +40,7 @@ def run(
     return deviations(got, exact), len(report.calls)
 
 
-@pytest.mark.slow(but=["with_sinks-2", "lost_with_softcap-3"])
+@pytest.mark.slow(but=["lost_with_softcap-3"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(pools, name: str, ranks: int) -> None:

@@ -139,7 +139,7 @@ def exchanged(how: str, batch: int, tokens: int, world: int) -> dict[str, Any]:
     return {"bytes": found, "widest": max(x.numel() for x in held), "texts": texts}
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])
 def test_latents_are_all_that_is_sent(pools, how):
     batch, tokens, world = 2, 40, 2

@@ -195,7 +195,7 @@ SYMBOLIC = [
 ]
 
 
-@pytest.mark.slow(but=["flat loss"])
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("name", SYMBOLIC)
 def test_one_program_serves_many_lengths(pools, name):
