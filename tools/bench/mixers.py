@@ -173,7 +173,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 # What these run in torch takes time quadratic in the tokens, or a loop over them.
-_MOST_TOKENS = {"Mamba": 512, "FalconMamba": 512, "Jamba": 512}
+# Scans in torch take memory quadratic in tokens, and a loop over tokens is unrolled.
+_MOST_TOKENS = {"Mamba": 512, "FalconMamba": 512, "Jamba": 512, "RecurrentGemma": 128}
 
 
 def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
