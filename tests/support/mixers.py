@@ -197,6 +197,18 @@ class MinGRU(Mixer):
         return v * (kept + torch.logcumsumexp(-F.softplus(-q) + k - kept, 1)).exp()
 
 
+class ConvolvedGRU(MinGRU):
+    """Short convolutions before a mixer that keeps any number of channels apart."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__(width)
+        self.convolution = nn.Conv1d(width, width, 4, groups=width, padding=3)
+
+    def mix(self, q, k, v):
+        q, k = (self.convolution(x.mT)[..., : x.shape[1]].mT for x in (q, k))
+        return super().mix(q, k, v)
+
+
 class GatedScan(Mixer):
     """A gated recurrence, token by token."""
 
@@ -223,6 +235,6 @@ MIXERS = {
     for cls in (
         LinearAttention, SingleHead, Retention, Lightning, WrittenChunks,
         WrittenTokens, LongConvolution, ShortConvolutions, AfterStem, LongKernel,
-        MinGRU, GatedScan, NormOverHeads,
+        MinGRU, ConvolvedGRU, GatedScan, NormOverHeads,
     )
 }  # fmt: skip
