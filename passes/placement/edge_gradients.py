@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from cpcompile.torch_patches.missing_gradients import on_mesh
+
 
 class PinnedGradient(torch.autograd.Function):
     """The identity, with a gradient that is brought to the placement of x."""
@@ -16,7 +18,7 @@ class PinnedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, sums_wait: bool) -> Tensor:
         ctx.set_materialize_grads(False)  # zeros would be a plain tensor
-        ctx.placements, ctx.sums_wait = x.placements, sums_wait
+        ctx.mesh, ctx.placements, ctx.sums_wait = x.device_mesh, x.placements, sums_wait
         return x.view_as(x)
 
     @staticmethod
@@ -24,6 +26,7 @@ class PinnedGradient(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return None, None
+        grad = on_mesh(grad, ctx.mesh)
         placements = []
         for has, of_x in zip(grad.placements, ctx.placements, strict=True):
             # All summands of x have the same gradient.
@@ -52,7 +55,8 @@ class UnreducedGradient(torch.autograd.Function):
         layout: tuple[torch.Size, tuple[int, ...]] | None,
     ) -> DTensor:
         ctx.set_materialize_grads(False)  # zeros would be a plain tensor
-        ctx.placements, ctx.axes, ctx.factor = placements, axes, factor
+        ctx.mesh, ctx.placements = mesh, placements
+        ctx.axes, ctx.factor = axes, factor
         shape, stride = layout or (None, None)
         return DTensor.from_local(
             x, mesh, placements, run_check=False, shape=shape, stride=stride
@@ -65,6 +69,7 @@ class UnreducedGradient(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return None, None, None, None, None, None
+        grad = on_mesh(grad, ctx.mesh)
         factor, placements = ctx.factor, list(grad.placements)
         for axis, wanted in enumerate(ctx.placements):
             if axis not in ctx.axes:

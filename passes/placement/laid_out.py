@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides
+from cpcompile.torch_patches.missing_gradients import on_mesh
 
 
 def place_tokens(
@@ -71,7 +72,8 @@ class _Placed(torch.autograd.Function):
         tokens: TokenLayout,
     ) -> DTensor:
         mesh: DeviceMesh = x.device_mesh
-        ctx.placements, ctx.axis, ctx.tokens = placements, axis, tokens
+        ctx.mesh, ctx.placements = mesh, placements
+        ctx.axis, ctx.tokens = axis, tokens
         ctx.whole = x.placements
         dim, outer = _token_dim(placements[axis])
         index = tokens.positions(mesh.get_local_rank(axis), x.device)
@@ -86,7 +88,7 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        (grad,) = grads
+        grad = on_mesh(grads[0], ctx.mesh)
         dim, outer = _token_dim(ctx.placements[ctx.axis])
         # Gathered as it lies, in the order of the ranks.
         permuted = grad.redistribute(placements=ctx.whole)
