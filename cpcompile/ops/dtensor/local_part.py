@@ -48,6 +48,7 @@ def no_view(x: Tensor) -> Tensor:
     """Return x, no view in the eyes of autograd, so that it can be written to.
 
     FSDP2's hooks on results of a block, too, are lost if a view of them is written to.
+    A lazy conjugate or negative is computed: the new tensor would not have that mark.
     """
     return _NoView.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -55,6 +56,7 @@ def no_view(x: Tensor) -> Tensor:
 class _NoView(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.resolve_conj().resolve_neg()
         return x.new_empty(0).set_(x)  # type: ignore[call-overload, no-any-return]
 
     @staticmethod
