@@ -33,6 +33,7 @@ from cpcompile.torch_patches import (
     kept_mixers,
     local_memory,
     missing_gradients,
+    nan_extremes,
     redistribute_plans,
     saved_values,
     shard_placements,
@@ -41,6 +42,7 @@ from cpcompile.torch_patches import (
     symbols_in_dynamo,
     traced_handlers,
     tracing,
+    unsent_dtypes,
     whole_ddp_graphs,
 )
 from cpcompile.torch_private.dynamo import compiled_autograd
@@ -50,6 +52,7 @@ traced_handlers.install()
 dead_collectives.install()
 fixed_rules.install()
 missing_gradients.install()
+nan_extremes.install()
 saved_values.install()
 skipped_frames.install()
 graph_breaks.install()
@@ -58,6 +61,7 @@ kept_mixers.install(is_known, keep)
 shard_placements.install()
 symbolic_tracing.install()
 symbols_in_dynamo.install()
+unsent_dtypes.install()
 whole_ddp_graphs.install()
 tracing.install()  # before Dynamo traces, which is before any backend is called
 
