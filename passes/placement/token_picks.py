@@ -50,9 +50,8 @@ def cp_pick_tokens(
     first = advanced[0] if adjacent else 0
     if not block:
         picked = picked.squeeze(first)
-    mask = valid.expand(block).reshape(
-        *block, *[1] * (picked.ndim - first - len(block))
-    )
+    after = [1] * (picked.ndim - first - len(block))
+    mask = valid.expand(block).reshape([*block, *after])
     return _summed(torch.where(mask, picked, picked.new_zeros(())), x, on)
 
 
@@ -106,6 +105,8 @@ def _summed(own: Tensor, x: DTensor, on: MeshAxis) -> Tensor:
     everywhere: list[Placement] = [Replicate()] * on.mesh.ndim
     summed = list(everywhere)
     summed[on.axis] = Partial()
-    numbers = own.to(torch.uint8) if own.dtype == torch.bool else own
+    numbers = own
+    if own.element_size() == 1 and own.dtype != torch.int8:  # nothing adds such numbers
+        numbers = own.to(torch.float32 if own.is_floating_point() else torch.uint8)
     parts = DTensor.from_local(numbers, on.mesh, summed, run_check=False)
     return parts.redistribute(placements=everywhere).to(x.dtype)

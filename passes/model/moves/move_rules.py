@@ -126,7 +126,7 @@ def _slice(known: GraphValues, x: fx.Node, dim: int, item: slice) -> NewCall | N
 
 def _picked(
     known: GraphValues, node: fx.Node, x: fx.Node, dim: int, items: tuple[Any, ...]
-) -> Decision | None:
+) -> Replace | None:
     """Decide on an index of tokens, which may be data."""
     value = known.value(x)
     if None in [i for i in items if not isinstance(i, fx.Node)]:
@@ -197,7 +197,10 @@ def _index_select(
     x, dim = given["input"], _along_tokens(known, given)
     if dim is None:
         return None
-    return _picked(known, node, x, dim, _along(x, dim, given["index"]))
+    picked = _picked(known, node, x, dim, _along(x, dim, given["index"]))
+    if picked is None or fake_value(given["index"]).ndim:
+        return picked
+    return Replace(NewCall(torch.unsqueeze, (picked.by, dim)))  # one, but a dimension
 
 
 def _gather(
@@ -210,10 +213,8 @@ def _gather(
     value = known.value(x)
     if not all(p.is_replicate() for p in _others(known, value)):
         return None
-    if (
-        is_split(known, index)
-        or 2 * expected_shape(fake_value(index))[dim] > expected_shape(value)[dim]
-    ):
+    picked = (expected_shape(fake_value(index)) or (1,))[dim]  # (): one of a vector
+    if is_split(known, index) or 2 * picked > expected_shape(value)[dim]:
         return None
     return Replace(NewCall(cp_gather_at, (x, known.on, dim, index)))
 

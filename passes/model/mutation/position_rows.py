@@ -172,7 +172,9 @@ def _scattered(
     """Decide on base.scatter(dim, index, source) of tokens [*A, S, *R]."""
     index, dim = fake_value(given["index"]), split_dim(known, base)
     source = given.get("src", given.get("value"))
-    if dim is None or given["dim"] % index.ndim != dim or given.get("reduce"):
+    if dim is None or not index.ndim or given.get("reduce"):
+        return None
+    if given["dim"] % index.ndim != dim:
         return None
     block, others = index.shape[: dim + 1], [d for d in range(index.ndim) if d != dim]
     shape, written = fake_value(base).shape, fake_value(source)
