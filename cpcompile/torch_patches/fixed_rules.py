@@ -3,6 +3,13 @@
 Cumulative sums: the rule compares the dimension with the sharded one as it is given, so
 that x.cumsum(-2) of a tensor that is sharded there is computed on each part.
 
+Reductions over an empty list of dimensions, which to torch are all: the rules take it
+for none, and leave the result of a part as if it were of all. The backward of x.amax()
+counts equal entries so.
+
+Views of tensors without elements: the rule looks for groups of dimensions of equal size
+without end.
+
 topk, kthvalue and histc: answers are remembered without the number that these take, so
 that x.topk(1) after x.topk(2) says that it has two columns.
 
@@ -13,6 +20,10 @@ operands and leaves the sizes that the call is given those of the whole batch.
 new_zeros and new_full of another shape than their operand are whole on every rank, also
 where the sharded dimensions are those of the operand: in the backward of gather, zeros
 for all tokens and words.
+
+_unsafe_index, by which interpolate picks rows, has no rule where index has one. DTensor
+tries 720 placements of the operands of a volume instead, and for each the rule of
+index. It tries no more than those with two operands that are not replicated here.
 
 Nor have backwards of functions that work element by element, if torch does not tag them
 so: softplus, leaky_relu and others. The decomposition gives the same answer, and takes
@@ -27,8 +38,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._decompositions import DecompShardingStrategy
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSpec, RuntimeSchemaInfo
+from torch.distributed.tensor._ops import _math_ops, _view_ops
 from torch.distributed.tensor._ops.single_dim_strategy import (
     _ShardingPlaceholder,
     register_single_dim_strategy,
@@ -50,12 +63,18 @@ BY_ELEMENTS = (
     aten.hardshrink_backward.default,
 )
 FILLED = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+_MOST_CANDIDATES = 128
 COUNTED = (aten.topk.default, aten.kthvalue.default, aten.histc.default)
 
 
 @functools.cache
 def install() -> None:
     """Have DTensor see dimensions from the front, and remember all numbers."""
+    infer = _math_ops._infer_reduction_dims
+    _math_ops._infer_reduction_dims = lambda dims_arg, ndim: (
+        None if dims_arg in ([], ()) else infer(dims_arg, ndim)
+    )
+    _view_ops.view_groups = _of_some_elements(_view_ops.view_groups)
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     rules = propagator.op_strategy_funcs
     for scan in SCANS:
@@ -76,6 +95,21 @@ def install() -> None:
         for op in COUNTED:
             if op in infos:  # what is compared is the first argument, and all others
                 infos[op] = dataclasses.replace(infos[op], static_argnum=1)
+    for unsafe, safe in (
+        (aten._unsafe_index.Tensor, aten.index.Tensor),
+        (aten._unsafe_index_put.default, aten.index_put.default),
+    ):
+        for table in (
+            rules,
+            by_dim,
+            propagator.op_to_schema_info,
+            propagator.op_to_schema_info_for_single_dim_strategy,
+        ):
+            if safe in table:
+                table.setdefault(unsafe, table[safe])
+    DecompShardingStrategy._get_candidate_placements = staticmethod(  # type: ignore[method-assign]
+        _few(DecompShardingStrategy._get_candidate_placements)
+    )
     _add_group_norm_backward(propagator)
     for op in BY_ELEMENTS:
         if op not in rules and op not in propagator.op_single_dim_strategy_funcs:
@@ -85,6 +119,32 @@ def install() -> None:
                 allow_unbacked_sharding=True,
                 allow_uneven_sharding=True,
             )(_by_elements)
+
+
+def _of_some_elements(view_groups: Any) -> Any:
+    @functools.wraps(view_groups)
+    def groups(before: Any, after: Any) -> Any:
+        empty = any(isinstance(n, int) and n == 0 for n in before)
+        if empty and tuple(before) != tuple(_view_ops.normalize_sizes(after)):
+            raise RuntimeError("DTensor cannot view a tensor without elements")
+        return view_groups(before, after)
+
+    return groups
+
+
+def _few(candidates: Any) -> Any:
+    @functools.wraps(candidates)
+    def few(schema: Any) -> Any:
+        every = candidates(schema)
+        if len(every) <= _MOST_CANDIDATES:
+            return every
+        return [x for x in every if len(x) - sum(map(_is_whole, x)) <= 2]
+
+    return few
+
+
+def _is_whole(placement: Any) -> bool:
+    return placement is None or placement.is_replicate()
 
 
 def _add_group_norm_backward(propagator: Any) -> None:
