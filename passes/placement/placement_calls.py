@@ -309,3 +309,11 @@ def cp_write_everywhere(
     args, kwargs = pytree.tree_map_only(DTensor, whole, (args, kwargs))
     target(x._local_tensor, *args, **kwargs)
     return x
+
+
+def cp_renorm(x: DTensor, ids: Tensor, max_norm: float, norm_type: float) -> DTensor:
+    """Scale the rows of a replicated table that `ids` name, as F.embedding does."""
+    whole = ids.full_tensor() if isinstance(ids, DTensor) else ids
+    with torch.no_grad():
+        torch.embedding_renorm_(x._local_tensor, whole, max_norm, norm_type)
+    return x

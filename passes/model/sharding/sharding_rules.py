@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.errors import RewriteError
@@ -37,6 +38,7 @@ from ...graph.sequence_tokens import (
     own_queries,
 )
 from ...placement.decisions import (
+    Again,
     Decision,
     FallBack,
     Plain,
@@ -52,6 +54,7 @@ from ...placement.placement_calls import (
     cp_mean,
     cp_mixed_in_parts,
     cp_prelu,
+    cp_renorm,
     cp_repeat,
     cp_replicate,
     cp_shard,
@@ -146,8 +149,25 @@ def embedding(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Shard the ids of an embedding, so that looked-up vectors are sharded.
 
     Token and position ids are plain up to here.
+
+    Raises: RewriteError for a sparse gradient, which no collective adds up.
     """
-    ids = canonical_call(node).arguments["input"]
+    arguments = canonical_call(node).arguments
+    ids, weight = arguments["input"], arguments["weight"]
+    trained = graph_values.ctx.backward and graph_values.value(weight).requires_grad
+    if arguments["sparse"] and trained:
+        raise RewriteError(
+            f"embedding at {where(node)} has sparse=True, and ranks cannot add up "
+            "sparse gradients; needed sparse=False, with an optimizer that takes dense "
+            "gradients"
+        )
+    if arguments.get("max_norm") is not None:
+        norms = (ids, arguments["max_norm"], arguments["norm_type"])
+        written = NewCall(cp_renorm, (weight, *norms))
+        rest = (arguments["padding_idx"], None, 2.0, arguments["scale_grad_by_freq"])
+        return Again(NewCall(F.embedding, (ids, written, *rest)))
+    if arguments["scale_grad_by_freq"] and trained:
+        return FallBack("its gradient is divided by how often a word is in all tokens")
     sharded: fx.Node | NewCall | None = graph_values.sharded_ids.get(ids)
     dim = graph_values.sequence_dims.get(ids)
     if isinstance(graph_values.value(ids), DTensor):
@@ -185,6 +205,18 @@ def log_sigmoid(known: GraphValues, node: fx.Node) -> Decision | None:
     return Replace(NewCall(cp_log_sigmoid, (x,)))
 
 
+def sgn(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Write sgn of real numbers as sign, whose gradient is zeros that DTensor makes.
+
+    That of sgn is made by autograd itself, from the size alone, and takes no part in
+    a trace.
+    """
+    x = canonical_call(node).arguments["input"]
+    if not isinstance(known.value(x), DTensor) or known.value(x).is_complex():
+        return None
+    return Replace(NewCall(torch.sign, (x,)))
+
+
 def prelu(known: GraphValues, node: fx.Node) -> Decision | None:
     """Write prelu, whose backward DTensor has no rule for, as a formula."""
     given = canonical_call(node).arguments
@@ -197,6 +229,7 @@ def mean(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Make a mean over a sharded dimension a sum divided by a count."""
     arguments = canonical_call(node).arguments
     value, dim = graph_values.value(arguments["input"]), arguments.get("dim")
+    dim = None if dim in ((), []) else dim
     if not isinstance(value, DTensor):
         return None
     if dim is not None and not isinstance(dim, int | tuple | list):
@@ -411,6 +444,7 @@ RULES: dict[str, ShardingRule] = {
     "mean": mean,
     **dict.fromkeys(("logsigmoid", "log_sigmoid"), log_sigmoid),
     "prelu": prelu,
+    "sgn": sgn,
     "dropout": dropout,
     "unfold": unfold,
     "repeat": repeat,
