@@ -69,7 +69,8 @@ def named(gm: fx.GraphModule, ctx: Context, name: str) -> Iterator[None]:
                 f"{node.name} at {where(node)} cannot be traced on sharded tensors; "
                 f"{text}"
             ) from error
-        raise TraceError(f"{node.name} at {where(node)}", call, text) from error
+        name = call.rpartition("/")[2]  # of the user's call
+        raise TraceError(f"{name} at {where(node)}", call, text) from error
 
 
 def _is_tracing(error: Exception) -> bool:
