@@ -244,5 +244,7 @@ def _collect(path: str, value: Any, collected: dict[str, Any]) -> None:
         items = {f.name: getattr(value, f.name) for f in fields(value)}
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         items = dict(zip(value._fields, value, strict=True))
+    elif isinstance(value, list | tuple):
+        items = {str(place): inner for place, inner in enumerate(value)}
     for name, inner in items.items():
         _collect(name if path in ("kwargs",) else f"{path}.{name}", inner, collected)
