@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 
@@ -56,13 +57,20 @@ def machine_profile(mesh: DeviceMesh, axis: int) -> HardwareProfile:
 
 
 def ranks_on_this_node(mesh: DeviceMesh, axis: int) -> int | None:
-    """Count the axis's ranks on one node, if the launcher says so (torchrun)."""
+    """Count the axis's ranks on one node, if the launcher says so (torchrun).
+
+    None also where ranks of one node do not follow each other in the axis: what two
+    neighbours send crosses nodes there more often than a count says.
+    """
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local.isdigit() or int(local) < 1:
         return None
     ranks = torch.distributed.get_process_group_ranks(mesh.get_group(axis))
-    node = ranks[0] // int(local)
-    return sum(rank // int(local) == node for rank in ranks)
+    nodes = [rank // int(local) for rank in ranks]
+    borders = sum(a != b for a, b in itertools.pairwise(nodes))
+    if borders != len(set(nodes)) - 1:
+        return None
+    return nodes.count(nodes[0])
 
 
 def _device_name(device_type: str) -> str:
