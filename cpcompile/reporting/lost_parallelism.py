@@ -250,10 +250,12 @@ def _parameters(ctx: Context) -> set[fx.Node]:
 
 def _activation_sizes(ctx: Context) -> set[int]:
     """Return the sizes of plain floating-point inputs, except for their channels."""
+    parameters = _parameters(ctx)
     return {
         expected(size)
         for node, graph_input in ctx.inputs.items()
         if graph_input.kind in (InputKind.PLAIN, InputKind.ACTIVATION)
+        and node not in parameters
         and isinstance(value := fake_value(node), Tensor)
         and value.is_floating_point()
         for size in value.shape[:-1]
