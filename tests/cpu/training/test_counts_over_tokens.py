@@ -1,0 +1,233 @@
+"""Arguments by which a call depends on counts or extremes over all tokens.
+
+A table: each row is a call with one such argument, compared with one process where its
+tokens are cut. What DTensor would count on each rank alone is gathered, with a warning,
+or computed from sums.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.small_calls import SmallCall, failures
+
+GENERATOR = torch.Generator().manual_seed(7)
+NUMBERS = torch.randint(3, (2, 7), generator=GENERATOR)
+WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def ids(x, count=5):
+    return (x.detach()[..., 0] * 3).long().abs() % count
+
+
+def table(x):
+    return torch.linspace(0, 1, 15, dtype=x.dtype).view(5, 3) * x.mean()
+
+
+def after(x):
+    """A target of the same shape."""
+    return x.detach().roll(1, 1)
+
+
+def batch_statistics(x):
+    mean, var = torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype)
+    y = F.batch_norm(x.mT, mean, var, training=True, momentum=0.3)
+    return y, mean, var
+
+
+def ctc(x, reduction):
+    labels = torch.tensor([[1, 2], [2, 1]])
+    lengths = torch.tensor([7, 6]), torch.tensor([2, 1])
+    scores = x.log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(scores, labels, *lengths, reduction=reduction, zero_infinity=True)
+
+
+LOOK_UPS = {
+    "embedding, by frequency": lambda x: (
+        x * F.embedding(ids(x), table(x), scale_grad_by_freq=True)
+    ),
+    "embedding, by frequency, padded": lambda x: (
+        x * F.embedding(ids(x), table(x), 2, scale_grad_by_freq=True)
+    ),
+    "embedding_bag, by frequency": lambda x: F.embedding_bag(
+        ids(x), table(x), mode="mean", scale_grad_by_freq=True
+    ),
+    "embedding_bag, padded": lambda x: F.embedding_bag(
+        ids(x), table(x), mode="mean", padding_idx=1
+    ),
+    "embedding_bag, weighted": lambda x: F.embedding_bag(
+        ids(x), table(x), mode="sum", per_sample_weights=x[..., 1]
+    ),
+    "one_hot": lambda x: F.one_hot(ids(x), 5).sum(1),
+}
+LOOK_UPS |= {
+    f"embedding_bag, {mode}": lambda x, mode=mode: F.embedding_bag(
+        ids(x), table(x), mode=mode
+    )
+    for mode in ("sum", "mean", "max")
+}
+STATISTICS = {
+    "bincount": lambda x: torch.bincount(ids(x).flatten(), minlength=5),
+    "bincount, weighted": lambda x: torch.bincount(
+        ids(x).flatten(), x[..., 1].detach().flatten(), 5
+    ),
+    "histc": lambda x: torch.histc(x.detach(), 4, -1, 1),
+    "histc between its extremes": lambda x: torch.histc(x.detach(), 4),
+    "unique": lambda x: torch.unique(ids(x)).sum(),
+    "batch_norm, training": lambda x: F.batch_norm(
+        x.mT, x.new_zeros(3), x.new_ones(3), training=True
+    ),
+    "batch_norm, statistics": batch_statistics,
+    "instance_norm": lambda x: F.instance_norm(x.mT),
+    "group_norm": lambda x: F.group_norm(x.mT, 3),
+    "local_response_norm": lambda x: F.local_response_norm(x, 2),
+    "quantile": lambda x: x.quantile(0.3, 1),
+    "nanquantile": lambda x: x.nanquantile(WEIGHT / 4, 1),
+    "median": lambda x: x.median(1),
+    "nanmedian": lambda x: x.nanmedian(1)[0] + x.nanmedian(),
+    "nanmean": lambda x: x.nanmean(1),
+    "var, correction": lambda x: x.var(1, correction=0) + x.std((0, 1), correction=2),
+    "cov": lambda x: torch.cov(x[0].T),
+    "cov, weighted": lambda x: torch.cov(x[0].T, fweights=torch.arange(1, 8)),
+    "corrcoef": lambda x: torch.corrcoef(x[0].T),
+    "renorm": lambda x: torch.renorm(x, 2, 1, 0.5) + torch.renorm(x, 2, 2, 1.5),
+    "normalize": lambda x: F.normalize(x, dim=1, p=3),
+    "lp_pool": lambda x: F.lp_pool1d(x.mT, 2, 3),
+    "adaptive_max_pool": lambda x: F.adaptive_max_pool1d(x.mT, 3),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=1),
+}
+REDUCED_AT = {
+    f"scatter_reduce, {how}, include_self={own}": lambda x, how=how, own=own: (
+        x.new_ones(2, 3, 3).scatter_reduce(
+            1, ids(x, 3)[..., None].expand(-1, -1, 3), x, how, include_self=own
+        )
+    )
+    for how in ("sum", "prod", "mean", "amax", "amin")
+    for own in (True, False)
+}
+REDUCED_AT |= {
+    f"index_reduce, {how}, include_self={own}": lambda x, how=how, own=own: x.new_ones(
+        2, 3, 3
+    ).index_reduce(1, NUMBERS[0], x, how, include_self=own)
+    for how in ("prod", "mean", "amax", "amin")
+    for own in (True, False)
+}
+OF_CLASSES = {
+    "multi_margin": lambda x, r: F.multi_margin_loss(
+        x.flatten(0, 1), NUMBERS.flatten(), weight=WEIGHT, reduction=r
+    ),
+    "multilabel_margin": lambda x, r: F.multilabel_margin_loss(
+        x.flatten(0, 1), NUMBERS.new_tensor([[0, 2, -1]] * 14), reduction=r
+    ),
+    "multilabel_margin of tokens": lambda x, r: F.multilabel_margin_loss(
+        x.mT.flatten(0, 1),
+        NUMBERS.new_tensor([[0, 2, -1, 1, 1, 1, 1]] * 6),
+        reduction=r,
+    ),
+    "nll": lambda x, r: F.nll_loss(
+        x.log_softmax(-1).flatten(0, 1),
+        NUMBERS.flatten(),
+        weight=WEIGHT,
+        ignore_index=1,
+        reduction=r,
+    ),
+    "nll of channels": lambda x, r: F.nll_loss(
+        x.mT.log_softmax(1), NUMBERS, weight=WEIGHT, reduction=r
+    ),
+    "cross_entropy, smoothed": lambda x, r: F.cross_entropy(
+        x.flatten(0, 1),
+        NUMBERS.flatten(),
+        weight=WEIGHT,
+        ignore_index=2,
+        label_smoothing=0.3,
+        reduction=r,
+    ),
+    "cross_entropy of probabilities": lambda x, r: F.cross_entropy(
+        x.mT, x.detach().softmax(-1).mT, weight=WEIGHT, reduction=r
+    ),
+    "ctc": ctc,
+}
+ELEMENTWISE = {
+    "multilabel_soft_margin": lambda x, r: F.multilabel_soft_margin_loss(
+        x, (x.detach() > 0).to(x), weight=WEIGHT, reduction=r
+    ),
+    "soft_margin": lambda x, r: F.soft_margin_loss(x, x.detach().sign(), reduction=r),
+    "bce": lambda x, r: F.binary_cross_entropy_with_logits(
+        x, after(x).sigmoid(), weight=WEIGHT, pos_weight=WEIGHT, reduction=r
+    ),
+    "gaussian_nll": lambda x, r: F.gaussian_nll_loss(
+        x, after(x), x.square() + 1, full=True, reduction=r
+    ),
+    "poisson_nll": lambda x, r: F.poisson_nll_loss(
+        x, x.detach().abs(), full=True, reduction=r
+    ),
+    "huber": lambda x, r: F.huber_loss(x, after(x), delta=0.4, reduction=r),
+    "cosine_embedding": lambda x, r: F.cosine_embedding_loss(
+        x.flatten(0, 1),
+        x.roll(1, 1).flatten(0, 1),
+        NUMBERS.flatten().sign() * 2 - 1,
+        margin=0.1,
+        reduction=r,
+    ),
+    "margin_ranking": lambda x, r: F.margin_ranking_loss(
+        x, x.roll(1, 1), x.detach().sign(), margin=0.2, reduction=r
+    ),
+    "triplet_margin": lambda x, r: F.triplet_margin_loss(
+        x, x.roll(1, 1), x.roll(2, 1), swap=True, reduction=r
+    ),
+    "hinge_embedding": lambda x, r: F.hinge_embedding_loss(
+        x, x.detach().sign(), reduction=r
+    ),
+    "kl_div": lambda x, r: F.kl_div(
+        x.log_softmax(-1), after(x).softmax(-1), reduction=r
+    ),
+    "kl_div, flattened": lambda x, r: F.kl_div(
+        x.log_softmax(-1).flatten(0, 1),
+        after(x).log_softmax(-1).flatten(0, 1),
+        reduction=r,
+        log_target=True,
+    ),
+}
+
+
+def by_reduction(losses):
+    return {
+        f"{name}, {r}": lambda x, loss=loss, r=r: loss(x, r)
+        for name, loss in losses.items()
+        for r in (*REDUCTIONS, *(["batchmean"] if name.startswith("kl_div") else []))
+    }
+
+
+KINDS = {
+    "look_ups": LOOK_UPS,
+    "statistics": STATISTICS,
+    "reduced_at": REDUCED_AT,
+    "of_classes": by_reduction(OF_CLASSES),
+    "elementwise": by_reduction(ELEMENTWISE),
+}
+KINDS = {
+    kind: {name: SmallCall(call) for name, call in calls.items()}
+    for kind, calls in KINDS.items()
+}
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_second_call_equals_one_process(pools, kind):
+    """With the other half, the next test."""
+    assert pools[2].run(failures_of, kind, 2, 0, timeout=160) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_other_calls_equal_one_process(pools, kind, world):
+    found = pools[world].run(failures_of, kind, world, 1, timeout=290)
+    assert found == [[]] * world
+
+
+def failures_of(kind, world, first):
+    cases = list(KINDS[kind].items())[first::2]
+    return failures(dict(cases), world)

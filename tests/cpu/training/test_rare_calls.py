@@ -1,0 +1,245 @@
+"""Rare calls, and rare values of common ones, as users' programs have them."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.one_call import message_of
+from tests.support.small_calls import SmallCall, failures
+
+NAN, INF = float("nan"), float("inf")
+
+
+EXTREMES = {
+    "amax": lambda x: x.amax(1),
+    "amin": lambda x: x.amin(1),
+    "amax of all": lambda x: x.abs().amax(),
+    "max": lambda x: x.max(),
+    "min": lambda x: (x * 2).min() + 1,
+    "max of dim": lambda x: x.max(1),
+    "aminmax": lambda x: torch.aminmax(x, dim=1),
+    "infinity norm": lambda x: torch.linalg.vector_norm(x, INF, dim=1),
+    "lowest norm": lambda x: torch.linalg.vector_norm(x, -INF, dim=1),
+    "read again": lambda x: x - x.amax(1, keepdim=True),
+    "by tokens": lambda x: x / x.abs().amax(-1, keepdim=True),
+    "scattered": lambda x: x.amax(0).expand(4, -1, -1).contiguous().sum(0),
+}
+# NaN as a token of the first rank, of the last, of both; infinities stay.
+PLACES = ({2: NAN}, {20: NAN}, {2: NAN, 20: NAN}, {2: INF, 20: -INF})
+NOT_FINITE = {
+    f"{name} {sorted(changed)} {[*changed.values()]}": SmallCall(call, changed=changed)
+    for name, call in EXTREMES.items()
+    for changed in PLACES
+}
+SMALLER = {
+    f"amax of {dtype}": SmallCall(lambda x: x.amax(1), changed={40: NAN}, dtype=dtype)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+}
+
+LAZY = {
+    "conj of a sum": lambda x: torch.view_as_complex(x).sum(1).conj(),
+    "negative bit": lambda x: torch.view_as_complex(x).sum(1).conj().imag,
+    "rfft": lambda x: torch.fft.rfft(x[..., 0], dim=1).conj(),
+    "ihfft": lambda x: torch.fft.ihfft(x[..., 0], dim=1),
+    # Their backwards fail in torch alone.
+    "conj of tokens": lambda x: torch.view_as_complex(x.detach()).conj(),
+    "conj, shifted": lambda x: torch.view_as_complex(x.detach()).conj()[:, 1:],
+    "conj, picked": lambda x: torch.view_as_complex(x.detach()).conj()[:, -1],
+    "imaginary part": lambda x: torch.view_as_complex(x).conj().imag,
+    "both": lambda x: torch.view_as_complex(x).sum(1).conj().imag.sum(0, True),
+}
+LAZY = {k: SmallCall(call, (2, 7, 2)) for k, call in LAZY.items()}
+LAZY |= {
+    f"{name} of an input of complex numbers": SmallCall(
+        call, (2, 7), dtype=torch.complex128
+    )
+    for name, call in {
+        "conj": lambda x: x.conj(),
+        "sum": lambda x: x.conj().sum(1),
+        "imaginary part": lambda x: x.sum(1).conj().imag,
+    }.items()
+}
+
+AT = torch.tensor([3, 1, 6, 0, 0, 5, 2])
+PICKS = {
+    "last of [B, S]": ((2, 7), lambda x: x[:, -1]),
+    "last by ...": ((2, 7), lambda x: x[..., -1]),
+    "third": ((2, 7), lambda x: x[:, 3]),
+    "select": ((2, 7), lambda x: x.select(-1, 3)),
+    "one number": ((2, 7), lambda x: x[0, -1]),
+    "of three": ((2, 3, 7), lambda x: x[:, :, -1]),
+    "a value head": ((2, 7, 4), lambda x: (x * 2).sum(-1)[:, -1]),
+    "by rows": ((2, 7), lambda x: x[torch.arange(2), AT[:2]]),
+    "index_select": ((2, 7), lambda x: x.index_select(1, AT[0])),
+    "gather": ((7,), lambda x: torch.gather(x, 0, AT[0])),
+    "take": ((7,), lambda x: torch.take(x, AT[0])),
+    "index_select of a vector": ((7,), lambda x: torch.index_select(x, 0, AT[0])),
+    "scatter": ((7,), lambda x: x.scatter(0, AT[0], 1.0)),
+    "scatter_add": ((7,), lambda x: x.scatter_add(0, AT[0], x[0])),
+    "index_fill": ((7,), lambda x: x.index_fill(0, AT[0], 1.0)),
+    "index_copy": ((7,), lambda x: x.index_copy(0, AT[0], x[0])),
+}
+PICKS = {k: SmallCall(f, shape, shape.index(7)) for k, (shape, f) in PICKS.items()}
+
+ZEROS = {
+    "copysign": lambda x: torch.copysign(x, x.flip(1)),
+    "nextafter": lambda x: torch.nextafter(x, (x * 3).flip(1)),
+    "sgn": lambda x: torch.sgn(x),
+    "sgn, multiplied": lambda x: torch.sgn(x) * x,
+    "sign": lambda x: torch.sign(x),
+    "floor": lambda x: torch.floor(x) + x,
+    "copysign of a sum": lambda x: torch.copysign(x, x.sum(1, keepdim=True)),
+    "dropout of all": lambda x: F.dropout(x, 1.0),
+}
+ZEROS = {name: SmallCall(call) for name, call in ZEROS.items()}
+
+DTYPES = {
+    "int16": lambda x: (x * 100).to(torch.int16),
+    "uint16": lambda x: (x.abs() * 100).to(torch.uint16),
+    "uint32": lambda x: (x.abs() * 100).to(torch.uint32),
+    "float8": lambda x: x.detach().to(torch.float8_e4m3fn),
+    "float8 of another kind": lambda x: x.detach().to(torch.float8_e5m2),
+    "float8, last": lambda x: x.to(torch.float8_e4m3fn)[:, -1].float(),
+    "float8, flipped": lambda x: x.to(torch.float8_e4m3fn).flip(1).float(),
+    "float8, shifted": lambda x: x.to(torch.float8_e4m3fn)[:, 1:].float(),
+    "bool, last": lambda x: (x > 0.5)[:, -1],
+    "int8, last": lambda x: (x * 10).to(torch.int8)[:, -1],
+    "int16, last": lambda x: (x * 100).to(torch.int16)[:, -1],
+    "int16, largest": lambda x: (x * 100).to(torch.int16).amax(1),
+    "int16, added": lambda x: (x * 100).to(torch.int16).sum(1, dtype=torch.int16),
+    "int16, transposed": lambda x: (x * 9).to(torch.int16).mT.contiguous().cumsum(-1),
+    "int16, flattened": lambda x: (x * 100).to(torch.int16).flatten(0, 1),
+    "int16, sorted": lambda x: (x * 100).to(torch.int16).sort(1)[0],
+}
+DTYPES = {name: SmallCall(call) for name, call in DTYPES.items()}
+
+TIES = dict(enumerate([3.0, 1, 3, 0, 3, 2, 1, 0, 3, 3, 1, 2, 2, 3]))
+EQUAL = {
+    "amax": lambda x: x.amax(1),
+    "amax of all": lambda x: x.amax(),
+    "amax of no dimensions": lambda x: x.amax(()),
+    "max of all": lambda x: x.max(),
+    "amin of both": lambda x: x.amin((0, 1)),
+    "aminmax": lambda x: torch.aminmax(x),
+    "infinity norm of all": lambda x: torch.linalg.vector_norm(x, INF),
+    "infinity norm": lambda x: torch.linalg.vector_norm(x, INF, dim=1),
+    "norm of no dimensions": lambda x: torch.linalg.vector_norm(x, dim=()),
+    "sum of no dimensions": lambda x: x.sum(()) + x.mean([]).square(),
+    "counted": lambda x: x.count_nonzero(()),
+    "any of no dimensions": lambda x: (x > 1).any(()),
+    "median": lambda x: x.median(1)[0] + x.median(),
+    "mode": lambda x: x.mode(1)[0],
+    "scatter_reduce": lambda x: x.new_zeros(1, 3).scatter_reduce(
+        1, torch.arange(14)[None] % 3, x, "amax", include_self=False
+    ),
+}
+EQUAL = {k: SmallCall(f, (1, 14), changed=TIES) for k, f in EQUAL.items()}
+
+RESIZED = {
+    f"{mode} to {size}": lambda x, mode=mode, size=size: (
+        F.interpolate(x.mT, size=size, mode=mode),
+        F.interpolate(x[:, None], size=(size, 5), mode=mode),
+        F.interpolate(x[:, None, None], size=(2, size, 5), mode=mode),
+    )
+    for mode in ("nearest", "nearest-exact")
+    for size in (9, 4)
+}
+RESIZED = {name: SmallCall(call) for name, call in RESIZED.items()}
+
+EMPTY = {
+    "no tokens": lambda x: x.repeat(1, 0, 1),
+    "no channels": lambda x: x.repeat(1, 2, 0),
+    "no rows": lambda x: x.repeat(0, 1, 1).flatten(0, 1),
+    "slices": lambda x: (x[:, :0], x[..., :0], x[:0]),
+    "expanded": lambda x: x[None].expand(0, -1, -1, -1),
+    "joined": lambda x: torch.cat([x[:, :0], x], 1),
+    "sums": lambda x: (x[..., :0].sum(1), x[..., :0].sum(-1)),
+    "a product": lambda x: x[..., :0] @ x.new_ones(0, 4),
+}
+EMPTY = {name: SmallCall(call) for name, call in EMPTY.items()}
+
+KINDS = {
+    "empty": EMPTY,
+    "resized": RESIZED,
+    "equal": EQUAL,
+    "not finite": NOT_FINITE,
+    "smaller": SMALLER,
+    "lazy": LAZY,
+    "picks": PICKS,
+    "zeros": ZEROS,
+    "dtypes": DTYPES,
+}
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_equal_one_process(pools, kind):
+    found = pools[2].run(failures_of, kind, 2, "aot_eager", timeout=160)
+    assert found == [[], []], found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_equal_one_process_on_three_ranks(pools, kind):
+    found = pools[3].run(failures_of, kind, 3, "aot_eager", timeout=170)
+    assert found == [[], [], []], found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_equal_one_process_with_inductor(pools, kind):
+    found = pools[2].run(failures_of, kind, 2, "inductor", timeout=590)
+    assert found == [[], []], found
+
+
+def failures_of(kind, world, inner):
+    return failures(KINDS[kind], world, inner)
+
+
+@pytest.mark.timeout(120)
+def test_embeddings_with_other_gradients(pools):
+    for found in pools[2].run(embeddings, timeout=110):
+        (*equal, refused) = found
+        assert equal == ["equal"] * 3
+        assert "embedding at <top level>" in refused
+        assert (
+            "sparse=True, and ranks cannot add up sparse gradients; needed" in refused
+        )
+
+
+def embeddings():
+    return [
+        _embedded({"max_norm": 1.0}),
+        _embedded({"max_norm": 0.5, "norm_type": 1.0, "scale_grad_by_freq": True}),
+        _embedded({"scale_grad_by_freq": True, "padding_idx": 3}),
+        message_of(lambda: _embedded({"sparse": True})),
+    ]
+
+
+def _embedded(arguments):
+    torch.manual_seed(0)
+    ids = torch.arange(16)[None] % 7
+    alone, sharded = (
+        nn.Embedding(32, 16, dtype=torch.float64, **arguments) for _ in range(2)
+    )
+    sharded.load_state_dict(alone.state_dict())
+
+    def forward(table, ids):
+        q = table(ids)[:, None]
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).square().sum()
+
+    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "shard": {"ids": 1}}
+    losses = []
+    for table, backend in ((alone, {"backend": "aot_eager"}), (sharded, None)):
+        torch._dynamo.reset()
+        backend = backend or {"backend": "cp", "options": options}
+        losses.append(torch.compile(forward, **backend)(table, ids))
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(alone.weight, sharded.weight)
+    torch.testing.assert_close(alone.weight.grad, sharded.weight.grad)
+    return "equal"
