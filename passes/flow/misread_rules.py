@@ -58,11 +58,16 @@ class MisreadRules(TorchDispatchMode):
                 self.problem = (
                     "DTensor takes rows of an image without a batch for channels"
                 )
+            elif func in _FILLS and _is_summand(args[0]):
+                self.problem = "DTensor fills the summand of every rank"
             elif func is aten.convolution.default and _is_split(args[1]):
                 self.problem = "DTensor takes a part of the weight for all of it"
             elif func is aten.convolution.default and any(map(_is_summand, args[:3])):
                 self.problem = "DTensor takes a summand of a rank for the sum"
         return result
+
+
+_FILLS = (aten.fill_.Scalar, aten.fill_.Tensor)  # as of empty_like, in 1 - x
 
 
 def _distributed(values: Any) -> list[DTensor]:

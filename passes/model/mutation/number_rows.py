@@ -394,6 +394,10 @@ class _Numbered:
         if trailing and marks.ndim:
             first = min(trailing, marks.ndim)
             mask = self._call(operator.getitem, mask, (..., *[0] * first))
+        if not fake_value(
+            mask
+        ).ndim:  # one mark for all: its rows are along a dimension
+            mask = self._call(torch.reshape, mask, (1,) * ndim)
         if not all(map(is_same, fake_value(mask).shape, shape[:ndim])):
             mask = self._call(torch.Tensor.expand, mask, tuple(shape[:ndim]))
         rows = self._call(torch.reshape, source, (-1, *shape[ndim:]))

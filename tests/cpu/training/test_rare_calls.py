@@ -160,7 +160,40 @@ EMPTY = {
 }
 EMPTY = {name: SmallCall(call) for name, call in EMPTY.items()}
 
+
+def scattered(mask):
+    return lambda x: (
+        x.masked_scatter(mask, x * 2),
+        x.masked_scatter(mask, torch.arange(1.0, 43, dtype=x.dtype)),
+    )
+
+
+BROADCAST = {
+    f"masked_scatter by {list(shape)}": SmallCall(scattered(torch.ones(shape) > 0))
+    for shape in ((), (1,), (1, 1), (1, 1, 1), (2, 1, 1), (7, 1), (3,), (2, 7, 3))
+}
+
+
+def cosines(x):
+    """The features are cut: a cosine is a sum over the ranks, and 1 - cosine is not."""
+    target = torch.tensor([1.0, -1, 1], dtype=x.dtype)
+    first, second = x[0].T.contiguous(), x[1].T.contiguous()
+    return F.cosine_embedding_loss(first, second, target)
+
+
+SUMS = {
+    "cosines": cosines,
+    "filled": lambda x: x + x.sum(1, keepdim=True).fill_(1),
+    "like a sum": lambda x: x * torch.full_like(x.sum(1, keepdim=True), 3),
+    "reversed": lambda x: torch.ops.aten.rsub.Scalar(x.sum(1), 1),
+    "one more": lambda x: 1 - x.sum(1) + torch.lerp(x.sum(1), x.sum(1) + 1, 0.3),
+    "written": lambda x: x.sum(1).index_fill(0, torch.tensor([1]), 3.0),
+}
+SUMS = {name: SmallCall(call) for name, call in SUMS.items()}
+
 KINDS = {
+    "broadcast": BROADCAST,
+    "sums": SUMS,
     "empty": EMPTY,
     "resized": RESIZED,
     "equal": EQUAL,
