@@ -91,7 +91,8 @@ def _own(
     else:
         whole = index.full_tensor() if isinstance(index, DTensor) else index
     # torch looks at the bounds, and counts negative numbers from the end.
-    index = tokens.inverse(x.device)[whole.reshape(-1)].reshape(whole.shape)
+    flat = whole.reshape(-1).long()  # torch gathers by other integers, too
+    index = tokens.inverse(x.device)[flat].reshape(whole.shape)
     local = local_part(x)
     if count == 0:  # ranks make the same calls
         local = F.pad(local, (0, 0) * (x.ndim - 1 - dim) + (0, 1))

@@ -261,6 +261,8 @@ def _pad(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision |
     if fill is None:
         return None
     before, after = pad[place : place + 2]
+    if mode != "constant" and min(before, after) < 0:
+        return None  # what is cut off is not repeated
     if are_few(known.value(x).shape[dim] + before + after, known.ctx.ranks):
         return None
     moved = move_tokens(known, [x], dim, "pad", before, after, mode, fill=fill)

@@ -93,7 +93,12 @@ def _rows(value: Tensor, numbers: Tensor, row_ndim: int) -> Tensor:
     if not statically_known_true(first.shape[0] > 0):  # the look-up needs a row
         first = torch.cat([first, first.new_zeros((1, *rest))])
     flat = first.reshape(first.shape[0], -1)
-    result = F.embedding(numbers, flat).reshape(*numbers.shape, *rest)
+    # It has no gradient of complex numbers.
+    pairs = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
+    result = F.embedding(numbers, pairs)
+    if flat.is_complex():
+        result = torch.view_as_complex(result.unflatten(-1, (-1, 2)))
+    result = result.reshape(*numbers.shape, *rest)
     targets = list(range(dim, dim + numbers.ndim))
     return result.movedim(list(range(numbers.ndim)), targets)
 

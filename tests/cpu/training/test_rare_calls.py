@@ -81,6 +81,8 @@ PICKS = {
     "index_fill": ((7,), lambda x: x.index_fill(0, AT[0], 1.0)),
     "index_copy": ((7,), lambda x: x.index_copy(0, AT[0], x[0])),
 }
+NUMBERED = torch.zeros(2, 0, dtype=torch.uint8)
+PICKS["gather nothing"] = ((7,), lambda x: torch.gather(x, 0, NUMBERED))
 PICKS = {k: SmallCall(f, shape, shape.index(7)) for k, (shape, f) in PICKS.items()}
 
 ZEROS = {
@@ -174,6 +176,22 @@ BROADCAST = {
 }
 
 
+BROADCAST |= {
+    f"masked_scatter of complex numbers, {name}": SmallCall(
+        lambda x, mask=mask: x.masked_scatter(mask(x), x * 2), dtype=torch.complex128
+    )
+    for name, mask in {
+        "by tokens": lambda x: torch.ones(2, 7, 1) > 0,
+        "by entries": lambda x: x.real.detach() > 0,
+    }.items()
+}
+PADDED = {
+    f"{mode} {pad}": SmallCall(lambda x, pad=pad, mode=mode: F.pad(x.mT, pad, mode))
+    for mode in ("circular", "reflect", "replicate", "constant")
+    for pad in ((-1, 1), (2, -1), (1, 2))
+}
+
+
 def cosines(x):
     """The features are cut: a cosine is a sum over the ranks, and 1 - cosine is not."""
     target = torch.tensor([1.0, -1, 1], dtype=x.dtype)
@@ -193,6 +211,7 @@ SUMS = {name: SmallCall(call) for name, call in SUMS.items()}
 
 KINDS = {
     "broadcast": BROADCAST,
+    "padded": PADDED,
     "sums": SUMS,
     "empty": EMPTY,
     "resized": RESIZED,
