@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzz.draw import Wishes, draw
+from tests.fuzz.draw import OUTER, Wishes, draw
 from tests.fuzz.judge import Judge, Outcome
 from tests.fuzz.minimise import minimise
 from tests.fuzz.program import Program
@@ -22,7 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run until programs or minutes are over; 1 if something is wrong."""
     given = _parser().parse_args(arguments)
     _settle_environment()
-    wishes = Wishes(tuple(given.world), given.inductor, given.dtype)
+    kinds = tuple(given.kinds)
+    wishes = Wishes(tuple(given.world), given.inductor, given.dtype, kinds)
     judge = Judge(given.accounts)
     try:
         if given.replay is not None:
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--world", type=_worlds, default=[2, 3], help="numbers of ranks, as 2,3")
     add("--inductor", type=float, default=0.25, help="share compiled by Inductor")
     add("--dtype", choices=["float64", "float32"], default="float64")
+    add("--kinds", nargs="*", default=[], choices=[*OUTER], help="one in each program")
     add("--accounts", action="store_true", help="count messages, too")
     add("--replay", type=int, help="only the program of this seed; also its source")
     add("--minimise", type=float, default=240.0, help="seconds per failure; 0: not")

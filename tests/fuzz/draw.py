@@ -19,17 +19,20 @@ class Wishes:
     """What the caller decides; the seed decides the rest.
 
     inductor: the share of programs that Inductor compiles.
+    kinds: each program has a statement of one of these; () is any.
     """
 
     worlds: tuple[int, ...] = (2, 3)
     inductor: float = 0.0
     dtype: str = "float64"
+    kinds: tuple[str, ...] = ()
 
 
 def draw(seed: int, wishes: Wishes = Wishes()) -> Program:
     """The program of a seed."""
     random = Random(f"cpcompile {seed}")
-    return _Drawing(random).program(seed, _setting(random, wishes))
+    setting = _setting(random, wishes)
+    return _Drawing(random).program(seed, setting, wishes.kinds)
 
 
 def _setting(r: Random, wishes: Wishes) -> Setting:
@@ -76,7 +79,9 @@ class _Drawing:
         self.random = random
         self.count = 0
 
-    def program(self, seed: int, setting: Setting) -> Program:
+    def program(
+        self, seed: int, setting: Setting, wanted: tuple[str, ...] = ()
+    ) -> Program:
         r = self.random
         sources = [self.statement("source", losses.SOURCES["source"], ())]
         if r.random() < 0.2:
@@ -89,6 +94,8 @@ class _Drawing:
             first = number == 0 and r.random() < 0.7
             kinds = {"attention": OUTER["attention"]} if first else OUTER
             statements.append(self.step(kinds, streams))
+        if wanted:
+            statements.append(self.step({x: OUTER[x] for x in wanted}, streams))
         if not any("attention" in x.kind for s in statements for x in s.walk()):
             statements.append(self.step({"attention": OUTER["attention"]}, streams))
         last = statements[-1].name

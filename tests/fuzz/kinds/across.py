@@ -110,6 +110,30 @@ def gate(s: Site) -> None:
               f"{s.a} * {weight}.unsqueeze(1)")  # fmt: skip
 
 
+def rare(s: Site) -> None:
+    """Calls whose numbers depend on counts, on signs and bits, or on one token."""
+    x, how = s.a, s["how"]
+    whole, last = f"(2 * {x}).round() / 2", f"{x}.sum(-1)[:, -1]"  # with equal entries
+    ids = f"({x}.detach()[..., 0] * 8).long().abs() % 7"
+    table = s.parameter(7, s.width) if how == "by frequency" else ""
+    texts = {
+        "equal": f"{x} + ({whole}).amax()",
+        "equal of tokens": f"{x} - ({whole}).amax(1, keepdim=True)",
+        "infinity norm": f"{x} / (1 + torch.linalg.vector_norm({whole}, float('inf')))",
+        "no dimensions": f"{x} * {x}.square().mean(())",
+        "last": f"{x} * {last}.tanh()[:, None, None]",
+        "by a number": f"{x} * {x}[0, :, 0].gather(0, torch.tensor(1)).tanh()",
+        "small": f"{x} + ({x}.detach() * 64).to(torch.int16).amax(1, True) / 64",
+        "sent small": f"{x} + ({x}.detach() * 64).to(torch.int16).flip(1) / 64",
+        "copysign": f"torch.copysign({x}, {x}.flip(1))",
+        "sgn": f"{x} * torch.sgn({x})",
+        "conj": f"{x} + torch.fft.rfft({x}, dim=1).conj().imag.mean(1, True)",
+        "by frequency": f"{x} + F.embedding({ids}, {table}, scale_grad_by_freq=True)",
+        "scattered": f"{x}.masked_scatter(torch.ones(1) > 0, {x} * 2)",
+    }
+    s.returns(texts[how])
+
+
 def combine(s: Site) -> None:
     """Two values of one length."""
     x, y, how = s.a, s.b, s["how"]
@@ -160,6 +184,15 @@ KINDS = {
             "given back": ("minus", "times", "divided", "expanded"),
         },
         weight=2.0,
+    ),
+    "rare": Kind(
+        rare,
+        {
+            "how": ("equal", "equal of tokens", "infinity norm", "no dimensions",
+                    "last", "by a number", "small", "sent small", "copysign", "sgn",
+                    "conj", "by frequency", "scattered"),
+        },
+        weight=1.5,
     ),
     "gate": Kind(
         gate,
