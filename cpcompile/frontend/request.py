@@ -33,7 +33,7 @@ from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.graph.context import Context
-from cpcompile.passes.graph.nodes import has_tensors
+from cpcompile.passes.graph.nodes import has_tensors, make_objects
 from cpcompile.passes.placement.gathered_parameters import read_local_parts
 from cpcompile.ranks.agreement import check_agreement, report_failure
 from cpcompile.ranks.rendezvous import rendezvous_of
@@ -103,6 +103,7 @@ def agreed_request(
         mesh, axis = mesh_axis
         begin_anew_without_floats(graph)
         read_local_parts(graph)
+        make_objects(graph)
         _check_device(mesh, axis)
         tracing.forget_decisions()
         names = set() if frame.code is None else _known_names.get(frame.code, set())

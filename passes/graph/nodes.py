@@ -50,6 +50,17 @@ def fake_value(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
+def make_objects(graph: fx.Graph) -> None:
+    """Give the calls of classes that Dynamo writes for objects their example values.
+
+    It has none for such a call: settings of a function that it does not look into.
+    """
+    for node in all_nodes(graph):
+        if isinstance(node.target, type) and fake_value(node) is None:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), fake_value)
+            node.meta["example_value"] = node.target(*args, **kwargs)
+
+
 def value_of(node: Any) -> Any:
     """Return the fake value of a node of any graph, or x itself if x is no node.
 

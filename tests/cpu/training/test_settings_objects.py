@@ -1,0 +1,114 @@
+"""Functions under allow_in_graph that take objects, as torchao's float8 layers do."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.cpu.programs import WIDTH, Base, attend, run_program
+from tests.support.bounds import check
+
+
+class Role(enum.Enum):
+    INPUT = "input"
+
+
+@dataclass(frozen=True)
+class Settings:
+    scale: Any = 2.0  # a number or a tensor
+    role: Role = Role.INPUT
+
+
+class Several(NamedTuple):
+    scale: float = 3.0
+    inner: Settings = Settings()
+
+
+@dataclass(frozen=True)
+class Nested:
+    several: Several = field(default_factory=Several)
+
+    @property
+    def scale(self) -> float:
+        return self.several.scale * self.several.inner.scale
+
+
+SETTINGS, SEVERAL = Settings(), Several()
+NESTED = Nested(Several(0.5, Settings(4.0)))
+
+
+@torch._dynamo.allow_in_graph
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, settings):
+        ctx.save_for_backward(x, weight)
+        ctx.settings = settings
+        return x @ weight * settings.scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad * ctx.settings.scale
+        return grad @ weight.T, x.flatten(0, -2).T @ grad.flatten(0, -2), None
+
+
+@torch._dynamo.allow_in_graph
+def across(x, weight, *, settings):
+    """Read all tokens, which DTensor shards as well as it can."""
+    return (x.flip(1) + x.cumsum(1)) @ weight * settings.scale
+
+
+def in_region(x, weight):
+    return checkpoint(
+        lambda y: Product.apply(y, weight, SETTINGS).tanh(), x, use_reentrant=False
+    )
+
+
+KINDS = {
+    "dataclass": lambda x, w: Product.apply(x, w, SETTINGS),
+    "named tuple": lambda x, w: Product.apply(x, w, SEVERAL),
+    "nested": lambda x, w: Product.apply(x, w, NESTED),
+    "function": lambda x, w: across(x, w, settings=NESTED),
+    "region": in_region,
+    "parameter inside": lambda x, w: across(x, w, settings=Settings(w[0])),
+    "activation inside": lambda x, w: across(x, w, settings=Settings(x.tanh())),
+}
+
+
+class Model(Base):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = KINDS[self.kind](self.linear(self.embedding(tokens)), self.weight)
+        return attend(x).square().mean()
+
+
+def run_kinds(kinds, seq, world, door):
+    made = [functools.partial(Model, kind) for kind in kinds]
+    return [run_program(make, seq, world, door) for make in made]
+
+
+@pytest.mark.parametrize(
+    ("seq", "world", "door"),
+    [
+        (16, 2, "plain"),
+        pytest.param(17, 3, "plain", marks=pytest.mark.slow),
+        pytest.param(16, 2, "dtensor", marks=pytest.mark.slow),
+    ],
+)
+def test_objects_are_handed_on(pools, seq, world, door):
+    arguments = tuple(KINDS), seq, world, door
+    for programs in pools[world].run(run_kinds, *arguments, timeout=170):
+        for deviations, rewritten in programs:
+            check(deviations)
+            assert rewritten == [1]
