@@ -25,6 +25,11 @@ _unsafe_index, by which interpolate picks rows, has no rule where index has one.
 tries 720 placements of the operands of a volume instead, and for each the rule of
 index. It tries no more than those with two operands that are not replicated here.
 
+Shifts of bits, `x >> 4`, return x: DTensor takes `__rshift__` for a call in place, by
+the end of its name.
+
+Products of int8, `_int_mm`, have no rule; that of `mm` is theirs.
+
 Nor have backwards of functions that work element by element, if torch does not tag them
 so: softplus, leaky_relu and others. The decomposition gives the same answer, and takes
 0.2 s for softplus, as much as thirty other calls.
@@ -64,6 +69,15 @@ BY_ELEMENTS = (
 )
 FILLED = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 _MOST_CANDIDATES = 128
+SHIFTS = {
+    aten.__rshift__: torch.bitwise_right_shift,
+    aten.__lshift__: torch.bitwise_left_shift,
+}
+RULES_OF_OTHERS = {
+    aten._unsafe_index.Tensor: aten.index.Tensor,
+    aten._unsafe_index_put.default: aten.index_put.default,
+    aten._int_mm.default: aten.mm.default,
+}
 COUNTED = (aten.topk.default, aten.kthvalue.default, aten.histc.default)
 
 
@@ -88,25 +102,22 @@ def install() -> None:
             by_dim[filled] = dataclasses.replace(
                 by_dim[filled], func=_by_equal_dims(by_dim[filled].func)
             )
-    for infos in (
+    infos = (
         propagator.op_to_schema_info,
         propagator.op_to_schema_info_for_single_dim_strategy,
-    ):
+    )
+    for table in infos:
         for op in COUNTED:
-            if op in infos:  # what is compared is the first argument, and all others
-                infos[op] = dataclasses.replace(infos[op], static_argnum=1)
-    for unsafe, safe in (
-        (aten._unsafe_index.Tensor, aten.index.Tensor),
-        (aten._unsafe_index_put.default, aten.index_put.default),
-    ):
-        for table in (
-            rules,
-            by_dim,
-            propagator.op_to_schema_info,
-            propagator.op_to_schema_info_for_single_dim_strategy,
-        ):
-            if safe in table:
-                table.setdefault(unsafe, table[safe])
+            if op in table:  # what is compared is the first argument, and all others
+                table[op] = dataclasses.replace(table[op], static_argnum=1)
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    for shift, of_bits in SHIFTS.items():
+        for overload in (shift.Scalar, shift.Tensor):
+            handlers.setdefault(overload, functools.partial(_shifted, of_bits))
+    for table in (rules, by_dim, *infos):
+        for op, other in RULES_OF_OTHERS.items():
+            if other in table:
+                table.setdefault(op, table[other])
     DecompShardingStrategy._get_candidate_placements = staticmethod(  # type: ignore[method-assign]
         _few(DecompShardingStrategy._get_candidate_placements)
     )
@@ -159,6 +170,10 @@ def _add_group_norm_backward(propagator: Any) -> None:
         _by_samples
     )
     adjusters[backward] = adjusters[forward]
+
+
+def _shifted(of_bits: Any, op: Any, args: Any, kwargs: Any) -> Any:
+    return of_bits(*args)
 
 
 def _by_samples(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

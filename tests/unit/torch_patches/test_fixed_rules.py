@@ -1,14 +1,17 @@
 """Rules of DTensor that cpcompile fixes when it is imported."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cpcompile.backend  # noqa: F401  fixes them
 from tests.golden.capture import fake_group
-from tests.support.bounds import assert_close
+from tests.support.bounds import assert_close, assert_equal
 
 
 @pytest.fixture
@@ -119,3 +122,23 @@ def test_zeros_of_a_gather_are_not_whole(mesh):
     picked = x.gather(2, index)
     (grad,) = torch.autograd.grad(picked.sum(), x)
     assert grad.placements == (Shard(1),) and grad.to_local().shape == (1, 4, 6)
+
+
+@pytest.mark.parametrize("count", [2, torch.tensor([0, 1, 2, 3])])
+@pytest.mark.parametrize("shift", [operator.rshift, operator.lshift])
+def test_bits_are_shifted(mesh, shift, count):
+    """DTensor returned the operand as it was."""
+    x = torch.tensor([[89, 200, 3, 17]], dtype=torch.int32)
+    given = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+    counts = count
+    if isinstance(count, Tensor):
+        counts = DTensor.from_local(count, mesh, [Replicate()], run_check=False)
+    assert_equal("shifted", shift(given, counts).to_local(), shift(x, count))
+
+
+def test_products_of_int8_stay_sharded(mesh):
+    x, weight = torch.ones(4, 8, dtype=torch.int8), torch.ones(8, 6, dtype=torch.int8)
+    rows = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+    everywhere = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
+    product = torch._int_mm(rows, everywhere)
+    assert product.placements == (Shard(0),) and product.dtype == torch.int32
