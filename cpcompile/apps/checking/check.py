@@ -69,8 +69,9 @@ def check(
     Returns: a Check; print it.
 
     Raises: InputError in a process group that runs, for less than 2 ranks, what is no
-    module, a mesh, DTensors, no tensor to call with, a model that does not run;
-    OptionError; ValueError for an unknown profile.
+    module, a mesh, DTensors, no tensor to call with, a model that does not run, which
+    torch alone does not compile either; OptionError; RewriteError for a mistake in
+    cpcompile; ValueError for an unknown profile.
     """
     return check_call(
         model,

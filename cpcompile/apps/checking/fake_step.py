@@ -23,16 +23,16 @@ from torch import Tensor
 
 from cpcompile import config
 from cpcompile.apps.checking.fake_ranks import fake_ranks
-from cpcompile.compile.no_computation import zeros_like
-from cpcompile.errors import CPError, InputError, OptionError
+from cpcompile.compile.no_computation import returns_zeros, zeros_like
+from cpcompile.errors import CPError, InputError, OptionError, RewriteError
 from cpcompile.logs import warn_once
 from cpcompile.options import CHECKED
-from cpcompile.refusals import is_refusal
 from cpcompile.reporting import lost_parallelism
 from cpcompile.reporting.graph_report import GraphReport, recording
 from cpcompile.torch_patches import graph_breaks
 from cpcompile.torch_patches.graph_breaks import GraphBreak
 from cpcompile.torch_private import pytree
+from cpcompile.torch_private.aot_autograd import aot_autograd
 
 _ERROR_LENGTH = 600  # of torch's text for what cannot be compiled
 
@@ -83,19 +83,31 @@ class CheckedCall:
     def step(self) -> FakeStep:
         """Compile the call; what strict=True refuses runs on gathered tensors.
 
-        Raises: InputError, OptionError; InputError also for a model that does not run.
+        Raises: InputError, OptionError; InputError also for a model that does not run,
+        and RewriteError for one that torch alone compiles, and cpcompile in no way.
         """
         if not self.options.get("strict", True):
-            return self._compiled(strict=False)
+            return self._gathered()
         try:
             return self._compiled(strict=True)
         except (InputError, OptionError):
             raise
         except Exception as error:  # RewriteError, or a mistake in cpcompile
-            step = self._compiled(strict=False)
-            is_ours = "" if is_refusal(error) else "a mistake in cpcompile, "
+            step = self._gathered()
+            is_ours = "" if isinstance(error, CPError) else "a mistake in cpcompile, "
             text = f"{is_ours}{type(error).__name__}: {error}"
             return FakeStep(step.graphs, step.warnings, step.breaks, text)
+
+    def _gathered(self) -> FakeStep:
+        try:
+            return self._compiled(strict=False)
+        except CPError:
+            raise
+        except Exception as error:  # a mistake in cpcompile
+            raise RewriteError(
+                f'backend="cp" does not compile {type(self.model).__name__}, and torch '
+                f"alone does ({_text(error)}); a mistake in cpcompile, please report it"
+            ) from error
 
     def _compiled(self, strict: bool) -> FakeStep:
         device, axis = self.device_type, self.options.get("axis", "cp")
@@ -130,16 +142,26 @@ class CheckedCall:
             inner = getattr(error, "inner_exception", None) or error
             if isinstance(inner, CPError):
                 raise inner from None
-            if not is_refusal(inner):  # a mistake of ours
+            if self._runs_alone():  # a mistake of ours
                 raise inner from None
             while inner.__cause__ is not None:
                 inner = inner.__cause__
-            text = shorten(str(inner), _ERROR_LENGTH)
             raise InputError(
                 f"{type(self.model).__name__} does not run with these inputs under "
-                f"torch.compile ({type(inner).__name__}: {text}); needed a model "
-                "and inputs that run on one process"
+                f"torch.compile ({_text(inner)}); needed a model and inputs that run "
+                "on one process"
             ) from error
+
+    def _runs_alone(self) -> bool:
+        """Tell whether torch compiles the call without cpcompile."""
+        model, args, kwargs = self._copied()
+        backend = aot_autograd(fw_compiler=returns_zeros, bw_compiler=returns_zeros)
+        torch._dynamo.reset()
+        try:
+            torch.compile(model, backend=backend)(*args, **kwargs)
+        except Exception:  # whatever a model raises, or torch for it
+            return False
+        return True
 
     def _copied(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """Return a copy that shares nothing, whose parameters on CPUs are zeros.
@@ -166,6 +188,10 @@ class CheckedCall:
             Tensor, _copied_input, (self.args, dict(self.kwargs))
         )
         return model, args, kwargs
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {shorten(str(error), _ERROR_LENGTH)}"
 
 
 def _is_cheap(x: Tensor) -> bool:

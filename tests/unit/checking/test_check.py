@@ -24,7 +24,7 @@ from cpcompile.apps.checking.check_report import Check
 from cpcompile.apps.checking.longest_sequence import LongestSequence
 from cpcompile.apps.cli.main import main
 from cpcompile.compile import attempts
-from cpcompile.errors import InputError, OptionError
+from cpcompile.errors import InputError, OptionError, RewriteError
 from cpcompile.logs import warn_once
 from cpcompile.torch_patches import graph_breaks
 from cpcompile.torch_private.dynamo import counters
@@ -204,6 +204,18 @@ def test_a_mistake_of_cpcompile(monkeypatch):
     assert report.refused == "a mistake in cpcompile, KeyError: 'cat'"
     assert report.work_ratio == pytest.approx(4.0)
     assert "runs unsharded on every rank" in report.warnings[0]
+
+
+def test_what_torch_alone_compiles_is_a_mistake_of_ours(monkeypatch):
+    """Whatever is raised, and by whom: torch alone is asked."""
+
+    def fails(*args):
+        raise NotImplementedError("out of torch")
+
+    monkeypatch.setattr(attempts, "assemble", fails)
+    text = refused(tokens(), tokens(), error=RewriteError)
+    assert 'backend="cp" does not compile Decoder, and torch alone does' in text
+    assert "NotImplementedError: out of torch" in text and "please report it" in text
 
 
 def test_the_forward_alone():
