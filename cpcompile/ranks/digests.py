@@ -11,6 +11,7 @@ import hashlib
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Columns, of 8 bytes each, of the matrix as which a longer tensor is summed.
 _COLUMNS = 1024
@@ -29,8 +30,12 @@ def digest(x: Tensor) -> Tensor:
 
     The bits of x, as integers, are the rows of a matrix. The sums of its rows and of
     its columns, weighted by odd numbers, change with every single element: no odd
-    number takes a difference to 0 modulo 2**64.
+    number takes a difference to 0 modulo 2**64. A tensor of a class of its own, as of
+    quantised weights, has the bits of its parts.
     """
+    if is_traceable_wrapper_subclass(x):
+        names, _ = x.__tensor_flatten__()
+        return digest(torch.stack([digest(getattr(x, name)) for name in names]))
     bits = _integers(x)
     rows = len(bits) // _COLUMNS
     matrix, rest = bits[: rows * _COLUMNS].view(rows, _COLUMNS), bits[rows * _COLUMNS :]
@@ -56,7 +61,7 @@ def byte_vector(x: Tensor) -> Tensor:
 
 def sample(x: Tensor) -> Tensor:
     """Return x, or every n-th slice along its longest dim if it has many elements."""
-    if x.numel() <= SAMPLED_ELEMENTS:
+    if x.numel() <= SAMPLED_ELEMENTS or is_traceable_wrapper_subclass(x):
         return x
     dim = max(range(x.dim()), key=lambda d: x.shape[d])
     step = min(-(-x.numel() // SAMPLED_ELEMENTS), x.shape[dim])

@@ -264,6 +264,8 @@ def _untrue(result: Any) -> str | None:
     for x in pytree.tree_leaves(result):
         if isinstance(x, DTensor):
             local = x.to_local().shape
+            if isinstance(x._local_tensor, DTensor):
+                return "a tensor of a class of its own is computed below DTensor"
             if not any(map(is_symbol, (*x.shape, *local))):
                 with disable_current_modes():  # it computes with small tensors
                     expected_shape, _ = compute_local_shape_and_global_offset(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
@@ -24,6 +27,13 @@ from ..graph.sequence_tokens import TokenDim
 from .graph_values import GraphValues
 from .joint_calls import cp_tp_lift
 from .placement_calls import cp_replicate
+
+
+def _state_name(node: fx.Node) -> str:
+    """Name a parameter or buffer as its model does: "layers.0.weight"."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    names = re.findall(r"\['(\w+)'\]", str(getattr(source, "name", "")))
+    return ".".join(names[1:]) or node.name
 
 
 class GraphWriter(GraphValues):
@@ -131,8 +141,21 @@ class GraphWriter(GraphValues):
         node.kwargs = fx.map_arg(node.kwargs, wrap)
 
     def wrap(self, plain: fx.Node, node: fx.Node) -> fx.Node:
-        """Return a plain tensor as Replicate, for `node` and what comes after it."""
-        joint = self.joint_of(node)
+        """Return a plain tensor as Replicate, for `node` and what comes after it.
+
+        Raises: RewriteError for a tensor of a class that cannot be made of DTensors.
+        """
+        joint, value = self.joint_of(node), self.values[plain]
+        if is_traceable_wrapper_subclass(value):
+            problem = "it meets DTensors of tensor parallelism"
+            if joint is None:
+                _, problem = self.trial.run(cp_replicate, (value, self.on), {})
+            if problem:
+                raise RewriteError(
+                    f"{_state_name(plain)} is a {type(value).__name__} whose parts "
+                    f"cannot be DTensors ({problem}); needed a plain tensor, or one "
+                    "whose __tensor_unflatten__ takes any tensors"
+                )
         call = NewCall(cp_replicate, (plain, self.on))
         if joint is not None:
             replicated = (Replicate(),) * (joint.other.ndim)

@@ -11,12 +11,14 @@ summed over the ranks there. So every plain input gets the complete gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
@@ -31,9 +33,49 @@ from .laid_out import gather_tokens, in_natural_order, place_tokens
 
 
 def cp_replicate(x: Tensor, on: MeshAxis) -> DTensor:
-    """Make a plain tensor Replicate; see Note [Gradients of replicated tensors]."""
+    """Make a plain tensor Replicate; see Note [Gradients of replicated tensors].
+
+    The parts of a tensor of a class of its own are made so, since its calls are theirs.
+    """
+    if is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor):
+        return _ReplicatedParts.apply(x, on)  # type: ignore[no-untyped-call]
     everywhere = (Replicate(),) * on.mesh.ndim
     return DTensor.from_local(x, on.mesh, everywhere, run_check=False)
+
+
+def cp_share_of_gradient(x: Tensor, on: MeshAxis) -> Tensor:
+    """Return x; each rank gets its share of the gradient, which is complete on all."""
+    return _Share.apply(x, on.mesh.size())  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad / ctx.ranks, None
+
+
+class _ReplicatedParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, on: MeshAxis) -> Any:
+        return _changed(x, lambda part: cp_replicate(part, on))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if isinstance(grad, DTensor):
+            return grad.full_tensor(), None
+        return _changed(grad, DTensor.full_tensor), None
+
+
+def _changed(x: Any, change: Callable[[Any], Tensor]) -> Any:
+    """Return a tensor of a class of its own, made of changed parts."""
+    names, others = x.__tensor_flatten__()
+    parts = {name: change(getattr(x, name)) for name in names}
+    return type(x).__tensor_unflatten__(parts, others, x.shape, x.stride())
 
 
 def cp_unreduced(x: Tensor, on: MeshAxis, factor: int = 1) -> DTensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_divided, is_symbol
 from cpcompile.options import GradSync
@@ -45,6 +46,7 @@ from ...placement.placement_calls import (
     cp_gather,
     cp_replicate,
     cp_shard,
+    cp_share_of_gradient,
     cp_to_local,
     cp_unreduced,
 )
@@ -87,6 +89,9 @@ def _entering(
         return _from_other_axes(writer, node, graph_input, value)
     if graph_input.kind in (InputKind.PLAIN, InputKind.LOCAL_PART):
         return None
+    if is_traceable_wrapper_subclass(value) and not graph_input.is_dtensor:
+        is_share = graph_input.gradient is GradSync.NONE  # wrapped where it is read
+        return NewCall(cp_share_of_gradient, (node, writer.on)) if is_share else None
     if graph_input.kind is InputKind.KEPT:
         return NewCall(
             cp_from_local, (node, writer.on, graph_input.placements, *_layout(value))

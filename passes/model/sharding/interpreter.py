@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Shard
 
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import expected, is_same
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
@@ -217,7 +218,10 @@ class ShardingInterpreter(GraphWriter):
     def _propagate(self, node: fx.Node) -> fx.Node:
         """Let DTensor decide the placement, or fall back to gathered tensors."""
         originals = (node.args, node.kwargs)
-        self.wrap_inputs(node)
+        try:
+            self.wrap_inputs(node)
+        except RewriteError as refusal:  # of the class of a parameter
+            return self._fall_back(node, str(refusal))
         for argument in inputs_to_combine(self, node):
             whole = self.written(NewCall(cp_whole, (argument,)), node)
             node.replace_input_with(argument, whole)
