@@ -1,4 +1,7 @@
-"""Autograd functions that write, forward and backward, and fused losses in chunks."""
+"""Autograd functions: with writes, in chunks, and with objects and weights of a class.
+
+The weights are tensors of a class of their own, as quantised ones are.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +70,70 @@ class {name}(torch.autograd.Function):
         return d.mul_(grad / n), dw * (grad / n)
 """
 
+SETTINGS = """
+class {name}Settings({base}):
+    scale: float = 0.5
+    power: int = 2
+
+
+@torch._dynamo.allow_in_graph
+class {name}(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, settings):
+        ctx.save_for_backward(x)
+        ctx.settings = settings
+        return (x * settings.scale).tanh() {across}
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        y = (x * ctx.settings.scale).tanh()
+        return {gradient} * (1 - y**ctx.settings.power) * ctx.settings.scale, None
+"""
+OF_A_CLASS = """
+class OfAClass(torch.Tensor):
+    @staticmethod
+    def __new__(cls, data, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype)
+
+    def __init__(self, data, scale):
+        self.data_, self.scale = data, scale
+
+    def __tensor_flatten__(self):
+        return ["data_", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, others, size, stride):
+        return cls(parts["data_"], parts["scale"])
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            plain = args[1].data_.to(args[1].scale.dtype) * args[1].scale
+            return F.linear(args[0], plain, *args[2:])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        (x, *rest), kwargs = args, kwargs or {}
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.alias.default, aten.clone.default):
+            return cls(func(x.data_), func(x.scale))
+        if func is aten._to_copy.default:
+            return cls(x.data_, x.scale.to(**kwargs))
+        if func is aten.mul_.Tensor:
+            x.scale.mul_(*rest)
+            return x
+        raise NotImplementedError(func)
+
+
+def of_a_class(rows, columns):
+    data = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+    weight = OfAClass(data, torch.rand(rows, columns) / 127 / columns**0.5)
+    return nn.Parameter(weight, requires_grad=False)
+"""
+
 
 def writing(s: Site) -> None:
     """A function with a write in its forward, its backward, or both."""
@@ -94,7 +161,42 @@ def fused(s: Site) -> None:
     s.returns(f"{x} * (1 + 0.01 * {name}.apply({flat}, {weight}))")
 
 
+def settings(s: Site) -> None:
+    """A function in the graph that takes an object."""
+    name, tuples = s.sheet.fresh("Set"), s["object"] == "named tuple"
+    base = "__import__('typing').NamedTuple" if tuples else "object"
+    flips = s["reads"] == "all tokens"
+    text = SETTINGS.format(
+        name=name,
+        base=base,
+        across="".join([".flip(1)"] * flips),
+        gradient="grad.flip(1)" if flips else "grad",
+    )
+    if not tuples:
+        text = text.replace(
+            f"class {name}Settings(object)",
+            f"@__import__('dataclasses').dataclass(frozen=True)\nclass {name}Settings",
+        )
+    s.helper(text)
+    s.helper(f"{name.upper()} = {name}Settings()")
+    s.returns(f"{s.a} + {name}.apply({s.a}, {name.upper()})")
+
+
+def weights(s: Site) -> None:
+    """A layer whose frozen weight is a tensor of a class of its own."""
+    s.helper(OF_A_CLASS)
+    weight = s.module(f"of_a_class({s.width}, {s.width})")
+    bias = f", {s.parameter(s.width)}" if s["bias"] == "yes" else ""
+    s.returns(f"{s.a} + F.linear({s.a}, {weight}{bias})")
+
+
 KINDS = {
+    "settings object": Kind(
+        settings,
+        {"object": ("dataclass", "named tuple"), "reads": ("tokens", "all tokens")},
+        weight=0.6,
+    ),
+    "weight of a class": Kind(weights, {"bias": ("no", "yes")}, weight=0.6),
     "function writes": Kind(
         writing,
         {
