@@ -8,8 +8,11 @@ import torch
 # How symbolic shapes reach the Python kernels; seen in 2.11 to 2.15.
 from torch._dispatch.python import enable_python_dispatcher
 
-# All modes; seen in 2.11 to 2.15.
-from torch.utils._python_dispatch import TorchDispatchMode
+# All modes; seen in 2.11 to 2.15. Tensors of a class with parts; seen in 2.13.
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 # What a thread dispatches to, outside of operators and modes; seen in 2.11 to 2.15.
@@ -28,5 +31,6 @@ __all__ = [
     "TorchDispatchMode",
     "disable_current_modes",
     "enable_python_dispatcher",
+    "is_traceable_wrapper_subclass",
     "outside_of_operators",
 ]

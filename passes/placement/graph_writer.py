@@ -9,10 +9,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.torch_private.dispatch_modes import is_traceable_wrapper_subclass
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ..graph.context import Context
@@ -147,7 +147,7 @@ class GraphWriter(GraphValues):
         """
         joint, value = self.joint_of(node), self.values[plain]
         if is_traceable_wrapper_subclass(value):
-            problem = "it meets DTensors of tensor parallelism"
+            problem: str | None = "it meets DTensors of tensor parallelism"
             if joint is None:
                 _, problem = self.trial.run(cp_replicate, (value, self.on), {})
             if problem:

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.ops.mixers.mixer_call import MixerCall
 from cpcompile.ops.mixers.state_passing import in_parts
 from cpcompile.torch_private import pytree
+from cpcompile.torch_private.dispatch_modes import is_traceable_wrapper_subclass
 
 from ..graph.held import Callee, MeshAxis
 from ..graph.memory_order import in_memory_order
@@ -38,7 +38,7 @@ def cp_replicate(x: Tensor, on: MeshAxis) -> DTensor:
     The parts of a tensor of a class of its own are made so, since its calls are theirs.
     """
     if is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor):
-        return _ReplicatedParts.apply(x, on)  # type: ignore[no-untyped-call]
+        return _ReplicatedParts.apply(x, on)
     everywhere = (Replicate(),) * on.mesh.ndim
     return DTensor.from_local(x, on.mesh, everywhere, run_check=False)
 

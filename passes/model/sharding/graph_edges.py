@@ -13,10 +13,10 @@ from typing import Any
 
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_divided, is_symbol
 from cpcompile.options import GradSync
+from cpcompile.torch_private.dispatch_modes import is_traceable_wrapper_subclass
 
 from ...graph.context import (
     PARAMETERS,
