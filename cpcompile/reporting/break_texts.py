@@ -22,6 +22,9 @@ _LIBRARIES = tuple(
     )
 )
 
+_WHAT = "Developer debug context: "  # in torch's text
+_LONGEST_NAME = 60  # letters; longer ones are those of Dynamo's own objects
+
 # A part of torch's text, and what fixes such a break.
 _WAYS_OUT = (
     (
@@ -39,6 +42,10 @@ _WAYS_OUT = (
         "call requires_grad_ outside of what is compiled; enable_input_require_grads "
         "of transformers and PEFT is for reentrant checkpoints alone, and "
         'gradient_checkpointing_kwargs={"use_reentrant": False} needs no such hook',
+    ),
+    (
+        "allow_rnn",
+        "set torch._dynamo.config.allow_rnn = True, which keeps it in the graph",
     ),
     (
         "Data dependent operator",
@@ -64,9 +71,11 @@ def place_text(places: Sequence[SourceLine]) -> str:
 
 
 def reason_text(text: str) -> str:
-    """Return torch's reason in one line."""
+    """Return torch's reason in one line, with the short name of what breaks."""
     lines = text.strip().splitlines() or ["no reason"]
-    return lines[0]
+    what = next((x for x in lines if _WHAT in x), "").partition(_WHAT)[2].strip()
+    is_name = 0 < len(what) <= _LONGEST_NAME and what not in lines[0]
+    return f"{lines[0]}: {what}" if is_name else lines[0]
 
 
 def way_out(text: str, places: Sequence[SourceLine] = ()) -> str:

@@ -22,16 +22,19 @@ from torch.distributed.tensor import DTensor
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
-from cpcompile.passes.graph.nodes import expected_shape, fake_value, where
+from cpcompile.passes.graph.held import Callee
+from cpcompile.passes.graph.nodes import all_nodes, expected_shape, fake_value, where
 from cpcompile.passes.model.patterns.unmatched import NOT_KNOWN, is_product
 from cpcompile.reporting.break_texts import place_text, reason_text, way_out
 from cpcompile.reporting.graph_report import GraphReport, part_of_attention
 from cpcompile.torch_patches.graph_breaks import SourceLine, break_at, breaks
+from cpcompile.torch_private.operators import OpOverload
 
 _NAME_IT = 'options={"shard": {"argument": dim}}'
 # By process group: lengths of the sequences that attention calls had in any graph.
 _attended: dict[str, set[int]] = {}
 _told: set[SourceLine] = set()  # lines of graph breaks that were named
+_WITH_RULES = ("aten", "prims", "cp")  # operators that are no custom ones
 _SAMPLES = 2  # dimensions of values that have no sequence: samples and channels
 _AFTER_BREAK = "torch_dynamo_resume_in_"  # Dynamo's name of what follows a break
 
@@ -66,7 +69,7 @@ def warn_about_losses(
         kinds & {InputKind.FULL, InputKind.DTENSOR} or ctx.findings.token_origins
     )
     if not sharded and ctx.findings.plans:
-        _about_attention_alone(ctx, report)
+        _about_attention_alone(gm.graph, ctx, report)
     elif not sharded and report.passes:
         _about_idle_part(gm.graph, ctx, report, attended)
         _about_windows_alone(ctx, report)
@@ -96,14 +99,42 @@ def _about_hooks(ctx: Context, report: GraphReport) -> None:
         )
 
 
-def _about_attention_alone(ctx: Context, report: GraphReport) -> None:
+def _about_attention_alone(graph: fx.Graph, ctx: Context, report: GraphReport) -> None:
     """Warn that attention is shared out, but no input is."""
-    fix = f"name it in {_NAME_IT}"
+    fix = f"name it in {_NAME_IT}{_rule_to_write(graph)}"
     warn_once(
         f"{report.frame}: no input could be inferred to carry the sequence of its "
         f"{len(ctx.findings.plans)} attention calls, so that only these are shared "
         f"out, and all else runs on every rank; {_way_out_of_break(report) or fix}"
     )
+
+
+def _rule_to_write(graph: fx.Graph) -> str:
+    """Return the line that tells DTensor of a custom operator of tokens; or ""."""
+    for node in all_nodes(graph):
+        call, args, value = node.target, node.args, fake_value(node)
+        if args and isinstance(args[0], Callee):  # on gathered tensors
+            call, args = args[0].function, args[2:]
+        if not isinstance(call, OpOverload) or call.namespace in _WITH_RULES:
+            continue
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            continue
+        names = [x.name for x in call._schema.arguments]
+        operands = dict(zip(names, args, strict=False)) | node.kwargs
+        shards = [_placement(fake_value(operands.get(x)), value) for x in names]
+        return (
+            f"; or, if {call} at {where(node)} computes every token by itself, say so "
+            "before the first call, by torch.distributed.tensor.experimental: "
+            f"register_sharding(torch.ops.{call})(lambda {', '.join(names)}: "
+            f"[([Shard(1)], [{', '.join(shards)}])])"
+        )
+    return ""
+
+
+def _placement(operand: Any, result: Tensor) -> str:
+    if not isinstance(operand, Tensor):
+        return "None"
+    return "Shard(1)" if operand.shape[:2] == result.shape[:2] else "Replicate()"
 
 
 def _about_attention_patterns(ctx: Context, report: GraphReport, sharded: bool) -> None:

@@ -16,6 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 import cpcompile as cp
 from cpcompile import refusals
@@ -216,6 +218,33 @@ def test_what_torch_alone_compiles_is_a_mistake_of_ours(monkeypatch):
     text = refused(tokens(), tokens(), error=RewriteError)
     assert 'backend="cp" does not compile Decoder, and torch alone does' in text
     assert "NotImplementedError: out of torch" in text and "please report it" in text
+
+
+@torch.library.custom_op("tests_of_check::squash", mutates_args=())
+def squash(x: Tensor, scale: float) -> Tensor:
+    return torch.tanh(x * scale)
+
+
+@squash.register_fake
+def _(x, scale):
+    return torch.empty_like(x)
+
+
+class Squashed(Decoder):
+    def forward(self, tokens, labels=None):
+        x = squash(self.embedding(tokens), 2.0)
+        return sum(layer(x).sum() for layer in self.layers)
+
+
+def test_a_custom_operator_that_stops_the_sequence():
+    """The line that the warning gives lets it be inferred."""
+    call = functools.partial(cp.check, Squashed(), tokens(), train=False)
+    (warning,) = call().warnings
+    line = warning[warning.index("register_sharding(") :]
+    squash_of = "register_sharding(torch.ops.tests_of_check.squash.default)"
+    assert line == f"{squash_of}(lambda x, scale: [([Shard(1)], [Shard(1), None])])"
+    exec(line, {"torch": torch, "Shard": Shard, "register_sharding": register_sharding})
+    assert call().warnings == ()
 
 
 def test_the_forward_alone():

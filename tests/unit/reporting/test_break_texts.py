@@ -35,6 +35,21 @@ def test_a_reason_is_one_line():
     assert reason_text("") == "no reason"
 
 
+def test_a_reason_names_what_breaks():
+    text = "Dynamic shape operator\n  Hint: ..\n\n  Developer debug context: {}\n"
+    named = text.format("aten._ctc_loss.Tensor")
+    assert reason_text(named) == "Dynamic shape operator: aten._ctc_loss.Tensor"
+    assert reason_text(
+        text.format("call_function args: " + 9 * "TensorVariable() ")
+    ) == ("Dynamic shape operator")
+
+
+def test_a_recurrent_layer_may_stay_in_the_graph():
+    assert "allow_rnn = True" in way_out(
+        "Hint: Set torch._dynamo.config.allow_rnn=True"
+    )
+
+
 def test_other_breaks_are_to_be_removed():
     assert way_out("print") == REMOVE_IT
 
