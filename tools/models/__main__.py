@@ -4,7 +4,8 @@ Every model is unmodified, with random weights: a training step, a forward in ev
 mode, several calls of one compiled model, every strategy, 2 and 4 ranks. Prints a line
 per run as it goes. --write brings docs/compatibility.md and
 docs/results/compatibility.json up to date; what was not run stays as it was there.
-`python -m tools.models sweep` runs every family of transformers instead.
+`python -m tools.models sweep` runs every family of transformers instead, and
+`python -m tools.models operators` every operator of torch, with torch's own samples.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.models.plan import settings
 from tests.models.run_case import run_case
 from tests.models.setting import Setting
 from tests.models.zoo import CASES
-from tools.models import sweep
+from tools.models import operators, sweep
 from tools.models.report import PAGE, RECORD, markdown, mixer_counts
 from tools.results import note_load, replace, setup
 
@@ -139,4 +140,6 @@ def _run(row: dict[str, Any]) -> tuple[str, str]:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["sweep"]:
         sys.exit(sweep.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["operators"]:
+        sys.exit(operators.main(sys.argv[2:]))
     sys.exit(main())
