@@ -17,6 +17,7 @@ import random
 import re
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -27,7 +28,7 @@ import torch
 import torch._dynamo
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal import common_methods_invocations as torch_samples
 
 import cpcompile as cp
 from cpcompile import errors
@@ -42,6 +43,7 @@ DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float3
 UNDEFINED = ("empty", "new_empty", "resize_")
 _REFUSALS = (errors.CPError,)
 _NOT_THERE = errors.RankMismatchError
+_PLACE = re.compile(r" at <top level> \(File [^)]*\)| at <sample>:\d+")
 _SIZE_NAMES = "abcdefghijklmnopqrstuvwxyz"
 _LONGEST = 300  # characters of a text in the record
 
@@ -111,13 +113,19 @@ class Answer:
 @functools.cache
 def operators() -> dict[str, Any]:
     """Return the entries of op_db by their names, with those of their variants."""
+    # It sets a seed, at which Dynamo breaks the graph; `values_of` sets one instead.
+    torch_samples.wrapper_set_seed = _without_a_seed
     entries: dict[str, Any] = {}
-    for entry in op_db:
+    for entry in torch_samples.op_db:
         name = f"{entry.name}-{entry.variant_test_name}".rstrip("-").replace("/", "_")
         while name in entries:
             name += "+"
         entries[name] = entry
     return entries
+
+
+def _without_a_seed(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
 
 
 def dtypes_of(name: str) -> list[str]:
@@ -241,6 +249,7 @@ def programs(name: str, dtype: str) -> Iterator[Program]:
         "cpu"
     )
     _seed(0)
+    warnings.simplefilter("ignore")  # of torch, about its own samples
     for sample in entry.sample_inputs("cpu", wanted, requires_grad=gradients):
         yield Program(entry.op, sample)
 
@@ -436,7 +445,7 @@ def run_on_rank(case: Case, timeout: float = 10.0) -> Answer:
         compiled = torch.compile(
             program.forward(case.cut), backend="cp", options=options
         )
-        with warnings_of() as warnings, recording() as reports:
+        with warnings_of() as said, recording() as reports:
             try:
                 with cp.config.patch(
                     hardware="cpu", agreement_timeout_seconds=timeout
@@ -445,16 +454,16 @@ def run_on_rank(case: Case, timeout: float = 10.0) -> Answer:
             except Exception as error:  # whatever an operator makes torch raise
                 return getattr(error, "inner_exception", None) or error, "", [], []
         unique = {id(r): r for r in reports}
-        return None, differing(got), list(warnings), list(unique.values())
+        return None, differing(got), list(said), list(unique.values())
 
     start = time.process_time()
-    error, differs, warnings, reports = attempt(strict=True)
+    error, differs, said, reports = attempt(strict=True)
     seconds = time.process_time() - start
     answer = functools.partial(Answer, seconds=seconds, call=call, graphs=len(reports))
     if error is None and not differs:
         accounts = [a for report in reports for a in report.accounts]
-        if warnings:
-            return answer(Verdict.GATHERED, warnings[0][:_LONGEST])
+        if said:
+            return answer(Verdict.GATHERED, _PLACE.sub("", said[0])[:_LONGEST])
         if gathered_bytes(accounts):
             return answer(Verdict.GATHERED)
         return answer(Verdict.EXACT)
@@ -491,8 +500,7 @@ def _by_torch_alone(
 
 def _text(error: Exception) -> str:
     text = short(str(error))
-    # Long texts of torch end in advice, of ours in what helps.
-    return f"{type(error).__name__}: {text}"[:_LONGEST]
+    return f"{type(error).__name__}: {_PLACE.sub('', text)}"[:_LONGEST]
 
 
 def joined(answers: Sequence[Answer]) -> Answer:

@@ -15,6 +15,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def planned(
     names: Sequence[str], rounds: Iterable[int], dtype: str | None = None
 ) -> Iterator[Case]:
     """Yield the cases, round by round; in each, like inputs are cut together first."""
+    rounds = list(rounds)
     samples: dict[tuple[str, str], list[tuple[int, list[Any]]]] = {}
     for name in operators():
         if names and not any(name.startswith(x) for x in names):
@@ -104,7 +106,7 @@ def planned(
             if dtype in (None, kind):
                 samples[name, kind] = [
                     (number, list(program.cuts()))
-                    for number, program in distinct(name, kind)
+                    for number, program in islice(distinct(name, kind), max(rounds))
                 ]
     for number in rounds:
         later = []
