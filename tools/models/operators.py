@@ -1,8 +1,8 @@
 """Run torch's own samples of every operator, each dimension cut over two ranks.
 
 Results and gradients of each sample of `op_db` are compared with one process; see
-tests/models/operators.py. The first sample of every operator comes first, then the
-second one of every operator, and so on: a run that ends early has met all operators.
+tests/models/operator_samples.py. The first sample of every operator comes first, then
+the second one of every operator, and so on: a run that ends early has met all of them.
 Samples of the same call and the same kinds of sizes count once. Each result is kept in
 a file of build/ as it comes, and a later run goes on from there. --write brings
 docs/results/operators.json up to date.
@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from tests.cpu.workers import Pools, ProcessFailedError, ProcessTimeoutError
-from tests.models.operators import (
+from tests.models.operator_samples import (
     BUGS,
-    Answer,
-    Case,
-    Verdict,
+    CutSample,
+    SampleAnswer,
+    SampleVerdict,
     distinct,
     dtypes_of,
+    in_step,
     joined,
     operators,
     run_on_rank,
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--again",
         nargs="*",
-        choices=[x.value for x in Verdict],
+        choices=[x.value for x in SampleVerdict],
         help="what has a result, too; or those with these verdicts alone",
     )
     parser.add_argument("--work", type=Path, default=WORK, help="file of results")
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     rows = recorded(options.work)
     if options.cases:
-        plan = [Case.of(text) for text in options.cases]
+        plan = [CutSample.of(text) for text in options.cases]
     else:
         rounds = [options.round] if options.round else range(1, options.samples + 1)
         plan = list(planned(options.names, rounds, options.dtype))
@@ -90,12 +91,12 @@ def main(arguments: list[str]) -> int:
         note_load(about)
         replace(RECORD, written(about, rows.values()))
     summary(news)
-    return int(any(Verdict(row["verdict"]) in BUGS for row in news))
+    return int(any(SampleVerdict(row["verdict"]) in BUGS for row in news))
 
 
 def planned(
     names: Sequence[str], rounds: Iterable[int], dtype: str | None = None
-) -> Iterator[Case]:
+) -> Iterator[CutSample]:
     """Yield the cases, round by round; in each, like inputs are cut together first."""
     rounds = list(rounds)
     samples: dict[tuple[str, str], list[tuple[int, list[Any]]]] = {}
@@ -113,7 +114,7 @@ def planned(
         for (name, kind), all_samples in samples.items():
             for sample, cuts in all_samples[number - 1 : number]:
                 for cut in cuts:
-                    case = Case(name, kind, sample, cut)
+                    case = CutSample(name, kind, sample, cut)
                     if cut[0][0] == cuts[0][0][0] and len(cut) == len(cuts[0]):
                         yield case
                     else:
@@ -122,19 +123,17 @@ def planned(
 
 
 def remaining(
-    plan: Iterable[Case], rows: Mapping[str, Row], again: Sequence[str] | None
-) -> list[Case]:
+    plan: Iterable[CutSample], rows: Mapping[str, Row], again: Sequence[str] | None
+) -> list[CutSample]:
     """Leave out what has a result, but for the verdicts to be run again."""
     if again is not None and not again:
         return list(plan)
     if again:
-        return [
-            x for x in plan if str(x) in rows and rows[str(x)]["verdict"] in again
-        ]
+        return [x for x in plan if str(x) in rows and rows[str(x)]["verdict"] in again]
     return [x for x in plan if str(x) not in rows]
 
 
-def answers(plan: Iterable[Case]) -> Iterator[tuple[Case, Answer]]:
+def answers(plan: Iterable[CutSample]) -> Iterator[tuple[CutSample, SampleAnswer]]:
     """Run cases on processes that are kept; what a case does to them ends with it."""
     pools = Pools()
     try:
@@ -146,23 +145,32 @@ def answers(plan: Iterable[Case]) -> Iterator[tuple[Case, Answer]]:
         pools.close()
 
 
-def answered(pools: Pools, case: Case, seconds: float = SECONDS) -> Answer:
+def answered(pools: Pools, case: CutSample, seconds: float = SECONDS) -> SampleAnswer:
     """Run one case on two ranks; never raises for what the case does."""
     try:
         answer = joined(pools[2].run(run_on_rank, case, timeout=seconds))
     except (ProcessFailedError, ProcessTimeoutError) as error:
         lines = str(error).strip().splitlines()
         text = short(" ... ".join(dict.fromkeys([lines[0], lines[-1]])))
-        return Answer(Verdict.CRASH, text)
-    if answer.verdict is Verdict.CRASH:
-        pools.close()  # a rank may still be inside of a collective
+        return SampleAnswer(SampleVerdict.CRASH, text)
+    if answer.verdict is SampleVerdict.CRASH:
+        _only_in_step(pools)
     return answer
 
 
-def as_row(case: Case, answer: Answer) -> Row:
+def _only_in_step(pools: Pools) -> None:
+    """End processes of which one may still be inside of a collective."""
+    try:
+        if not all(pools[2].run(in_step, timeout=5.0)):
+            pools.close()
+    except (ProcessFailedError, ProcessTimeoutError):
+        pools.close()
+
+
+def as_row(case: CutSample, answer: SampleAnswer) -> Row:
     """Return plain data, for a line of the file."""
     row = {"case": str(case), "verdict": answer.verdict.value}
-    if answer.verdict is not Verdict.EXACT:
+    if answer.verdict is not SampleVerdict.EXACT:
         row |= {"text": answer.text, "call": answer.call}
     return row | {"seconds": round(answer.seconds, 2), "graphs": answer.graphs}
 
@@ -186,14 +194,14 @@ def show(number: int, total: int, row: Row) -> None:
         f"{row['seconds']:5.1f} s",
         flush=True,
     )
-    if row.get("text") and row["verdict"] != Verdict.GATHERED.value:
+    if row.get("text") and row["verdict"] != SampleVerdict.GATHERED.value:
         print(f"            {row['call']}: {row['text'][:300]}", flush=True)
 
 
 def summary(rows: Sequence[Row]) -> None:
     """Print counts, and the slowest cases."""
     counts = Counter(row["verdict"] for row in rows)
-    words = ", ".join(f"{counts[v.value]} {v.value}" for v in Verdict)
+    words = ", ".join(f"{counts[v.value]} {v.value}" for v in SampleVerdict)
     print(f"{len(rows)} cases: {words}")
     for row in slowest(rows):
         print(f"{row['seconds']:6.1f} s {row['case']}")
@@ -203,7 +211,7 @@ def slowest(rows: Iterable[Row]) -> list[Row]:
     """Return the cases whose compilation took longest, one of each operator."""
     by_operator: dict[str, Row] = {}
     for row in rows:
-        name = Case.of(row["case"]).operator
+        name = CutSample.of(row["case"]).operator
         if name not in by_operator or by_operator[name]["seconds"] < row["seconds"]:
             by_operator[name] = row
     order = sorted(by_operator.values(), key=lambda row: -row["seconds"])
@@ -216,13 +224,13 @@ def written(about: Row, rows: Iterable[Row]) -> str:
     counts = Counter(row["verdict"] for row in rows)
     by_operator: dict[str, list[Row]] = {}
     for row in rows:
-        by_operator.setdefault(Case.of(row["case"]).operator, []).append(row)
+        by_operator.setdefault(CutSample.of(row["case"]).operator, []).append(row)
     lines = [json.dumps(of_operator(n, by_operator[n])) for n in sorted(by_operator)]
     head = {
         "setup": about,
         "cases": len(rows),
         "operators": len(by_operator),
-        "counts": {v.value: counts[v.value] for v in Verdict},
+        "counts": {v.value: counts[v.value] for v in SampleVerdict},
         "slowest": {row["case"]: row["seconds"] for row in slowest(rows)},
     }
     text = json.dumps(head, indent=1).removesuffix("\n}")
@@ -249,6 +257,6 @@ def of_operator(name: str, rows: Sequence[Row]) -> Row:
             },
         )
         entry["cases"] += 1
-    present = {v.value: counts[v.value] for v in Verdict if counts[v.value]}
+    present = {v.value: counts[v.value] for v in SampleVerdict if counts[v.value]}
     more = {"texts": list(texts.values())} if texts else {}
     return {"operator": name, **present, **more}

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.testing._internal import common_methods_invocations as torch_samples
 
 import cpcompile as cp
 from cpcompile import errors
@@ -50,7 +50,7 @@ _LONGEST = 300  # characters of a text in the record
 Cut = tuple[tuple[str, int], ...]
 
 
-class Verdict(Enum):
+class SampleVerdict(Enum):
     """What came of one case.
 
     EXACT: results and gradients equal one process.
@@ -72,11 +72,11 @@ class Verdict(Enum):
     CRASH = "crash"
 
 
-BUGS = (Verdict.WRONG, Verdict.CRASH)
+BUGS = (SampleVerdict.WRONG, SampleVerdict.CRASH)
 
 
 @dataclass(frozen=True)
-class Case:
+class CutSample:
     """A sample of an operator, by its number among all samples, and a cut."""
 
     operator: str
@@ -89,7 +89,7 @@ class Case:
         return f"{self.operator}/{self.dtype}/{self.sample}/{cut}"
 
     @classmethod
-    def of(cls, text: str) -> Case:
+    def of(cls, text: str) -> CutSample:
         """Read what `str` has written."""
         operator, dtype, sample, cut = text.rsplit("/", 3)
         pairs = [part.split(".") for part in cut.split(",")]
@@ -97,13 +97,13 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampleAnswer:
     """What one rank found; plain data, because it is pickled.
 
     seconds: of the processor, to compile by the backend and run.
     """
 
-    verdict: Verdict
+    verdict: SampleVerdict
     text: str = ""
     seconds: float = 0.0
     call: str = ""
@@ -113,6 +113,9 @@ class Answer:
 @functools.cache
 def operators() -> dict[str, Any]:
     """Return the entries of op_db by their names, with those of their variants."""
+    # Takes some seconds, and ranks alone need it.
+    from torch.testing._internal import common_methods_invocations as torch_samples
+
     # It sets a seed, at which Dynamo breaks the graph; `values_of` sets one instead.
     torch_samples.wrapper_set_seed = _without_a_seed
     entries: dict[str, Any] = {}
@@ -135,7 +138,7 @@ def dtypes_of(name: str) -> list[str]:
     return [x for x in names if x != "float32" or names == ["float32"]]
 
 
-class Program:
+class SampleProgram:
     """One sample as a function of its tensors.
 
     call: as one line of source. tensors: by the names of the arguments.
@@ -242,7 +245,7 @@ class Program:
         return f"{self.call}; {', '.join(shapes)}"
 
 
-def programs(name: str, dtype: str) -> Iterator[Program]:
+def programs(name: str, dtype: str) -> Iterator[SampleProgram]:
     """Yield the samples of an operator, always the same ones in the same order."""
     entry, wanted = operators()[name], getattr(torch, dtype)
     gradients = entry.supports_autograd and wanted in entry.supported_backward_dtypes(
@@ -251,10 +254,10 @@ def programs(name: str, dtype: str) -> Iterator[Program]:
     _seed(0)
     warnings.simplefilter("ignore")  # of torch, about its own samples
     for sample in entry.sample_inputs("cpu", wanted, requires_grad=gradients):
-        yield Program(entry.op, sample)
+        yield SampleProgram(entry.op, sample)
 
 
-def distinct(name: str, dtype: str) -> Iterator[tuple[int, Program]]:
+def distinct(name: str, dtype: str) -> Iterator[tuple[int, SampleProgram]]:
     """Yield the samples that can be cut, each signature once, with their numbers."""
     signatures = set()
     for number, program in enumerate(programs(name, dtype)):
@@ -402,12 +405,19 @@ def _nudged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: nudge(x) for n, x in tensors.items()}
 
 
+def in_step() -> bool:
+    """Tell whether the ranks still answer each other, after a case that failed."""
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    return bool((total == dist.get_world_size()).all())
+
+
 @functools.lru_cache(maxsize=1)
-def _sample(name: str, dtype: str, number: int) -> Program:
+def _sample(name: str, dtype: str, number: int) -> SampleProgram:
     return next(itertools.islice(programs(name, dtype), number, None))
 
 
-def run_on_rank(case: Case, timeout: float = 10.0) -> Answer:
+def run_on_rank(case: CutSample, timeout: float = 10.0) -> SampleAnswer:
     """Compile one case by the backend and compare; called on every rank."""
     torch._dynamo.reset()
     program = _sample(case.operator, case.dtype, case.sample)
@@ -418,7 +428,7 @@ def run_on_rank(case: Case, timeout: float = 10.0) -> Answer:
         again = values_of(eager, program.tensors)
         other = values_of(eager, program.tensors, seed=2)
     except Exception as error:  # whatever torch raises
-        return Answer(Verdict.TORCH, f"eager: {_text(error)}", call=call)
+        return SampleAnswer(SampleVerdict.TORCH, f"eager: {_text(error)}", call=call)
     undefined = case.operator.startswith(UNDEFINED) or bool(
         differences(again, wanted, dict)
     )
@@ -447,9 +457,7 @@ def run_on_rank(case: Case, timeout: float = 10.0) -> Answer:
         )
         with warnings_of() as said, recording() as reports:
             try:
-                with cp.config.patch(
-                    hardware="cpu", agreement_timeout_seconds=timeout
-                ):
+                with cp.config.patch(hardware="cpu", agreement_timeout_seconds=timeout):
                     got = values_of(compiled, program.tensors)
             except Exception as error:  # whatever an operator makes torch raise
                 return getattr(error, "inner_exception", None) or error, "", [], []
@@ -459,35 +467,37 @@ def run_on_rank(case: Case, timeout: float = 10.0) -> Answer:
     start = time.process_time()
     error, differs, said, reports = attempt(strict=True)
     seconds = time.process_time() - start
-    answer = functools.partial(Answer, seconds=seconds, call=call, graphs=len(reports))
+    answer = functools.partial(
+        SampleAnswer, seconds=seconds, call=call, graphs=len(reports)
+    )
     if error is None and not differs:
         accounts = [a for report in reports for a in report.accounts]
         if said:
-            return answer(Verdict.GATHERED, _PLACE.sub("", said[0])[:_LONGEST])
+            return answer(SampleVerdict.GATHERED, _PLACE.sub("", said[0])[:_LONGEST])
         if gathered_bytes(accounts):
-            return answer(Verdict.GATHERED)
-        return answer(Verdict.EXACT)
+            return answer(SampleVerdict.GATHERED)
+        return answer(SampleVerdict.EXACT)
     problem = _by_torch_alone(program, case.cut, differing)
     if problem is not None:
-        return answer(Verdict.TORCH, f"aot_eager: {problem}")
+        return answer(SampleVerdict.TORCH, f"aot_eager: {problem}")
     if error is None:
-        verdict = Verdict.RANDOM if draws else Verdict.WRONG
+        verdict = SampleVerdict.RANDOM if draws else SampleVerdict.WRONG
         return answer(verdict, differs)
     if not isinstance(error, _REFUSALS):
-        return answer(Verdict.CRASH, _text(error))
+        return answer(SampleVerdict.CRASH, _text(error))
     text = _text(error)
     if isinstance(error, _NOT_THERE):
-        return answer(Verdict.CRASH, text)
+        return answer(SampleVerdict.CRASH, text)
     error, differs, _, _ = attempt(strict=False)
     if error is not None:
-        return answer(Verdict.CRASH, f"strict=False: {_text(error)}")
+        return answer(SampleVerdict.CRASH, f"strict=False: {_text(error)}")
     if differs and not draws:
-        return answer(Verdict.WRONG, f"strict=False: {differs}")
-    return answer(Verdict.REFUSED, text)
+        return answer(SampleVerdict.WRONG, f"strict=False: {differs}")
+    return answer(SampleVerdict.REFUSED, text)
 
 
 def _by_torch_alone(
-    program: Program, cut: Cut, differing: Callable[[dict[str, Any]], str]
+    program: SampleProgram, cut: Cut, differing: Callable[[dict[str, Any]], str]
 ) -> str | None:
     """Return what is wrong where torch compiles the same function alone, or None."""
     torch._dynamo.reset()
@@ -503,14 +513,14 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {_PLACE.sub('', text)}"[:_LONGEST]
 
 
-def joined(answers: Sequence[Answer]) -> Answer:
+def joined(answers: Sequence[SampleAnswer]) -> SampleAnswer:
     """Return what all ranks found; the worst verdict, and a crash if they differ."""
-    order = list(Verdict)
+    order = list(SampleVerdict)
     worst = max(answers, key=lambda x: order.index(x.verdict))
     slowest = max(x.seconds for x in answers)
     verdicts = {x.verdict for x in answers}
     verdict, text = worst.verdict, worst.text
-    if len(verdicts) > 1 and verdict is Verdict.REFUSED:
+    if len(verdicts) > 1 and verdict is SampleVerdict.REFUSED:
         words = ", ".join(x.verdict.value for x in answers)
-        verdict, text = Verdict.CRASH, f"ranks differ ({words}): {text}"
-    return Answer(verdict, text, slowest, worst.call, worst.graphs)
+        verdict, text = SampleVerdict.CRASH, f"ranks differ ({words}): {text}"
+    return SampleAnswer(verdict, text, slowest, worst.call, worst.graphs)
