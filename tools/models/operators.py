@@ -53,7 +53,9 @@ def main(arguments: list[str]) -> int:
         prog="python -m tools.models operators", description=__doc__.splitlines()[0]
     )
     parser.add_argument("names", nargs="*", help="of operators, or their beginnings")
-    parser.add_argument("--cases", nargs="*", default=(), help="as the record has them")
+    parser.add_argument(
+        "--cases", nargs="*", help="as the record has them; none to write alone"
+    )
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of each operator")
     parser.add_argument("--round", type=int, help="this sample of each alone, from 1")
     parser.add_argument("--dtype", help="instead of the first one of each operator")
@@ -69,7 +71,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = recorded(options.work)
-    if options.cases:
+    if options.cases is not None:
         plan = [CutSample.of(text) for text in options.cases]
     else:
         rounds = [options.round] if options.round else range(1, options.samples + 1)
