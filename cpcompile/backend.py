@@ -108,6 +108,8 @@ def cp(
                     lambda: compile_inner(gm, list(example_inputs), request)
                 )
             else:
+                if frame.code is not None:
+                    skipped_frames.sharded[frame.code] = request.options.strict
                 attempts = Attempts(gm, example_inputs, request, frame)
                 compiled = run_with_room(attempts.compile)
             return compiled if spread is None else lambda *x: spread(compiled(*x))

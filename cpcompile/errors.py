@@ -76,6 +76,14 @@ class TraceError(RewriteError):
         self.call, self.reason = call, reason
 
 
+class RecompileLimitError(CPError, RuntimeError):
+    """A function has as many programs as torch.compile allows, and needs another one.
+
+    Strict mode raises it on each such call. Otherwise torch runs the function as it is,
+    unsharded, after one warning.
+    """
+
+
 class RingOverlapError(CPError, RuntimeError):
     """A message of a ring is waited for before a step has hidden it."""
 

@@ -9,6 +9,9 @@ breaks, as in a loop: it runs that function in eager, and compiles what it calls
 one. With attention that is not compiled, the backend is never called. Seen in torch
 2.13, which says no more than that an error was suppressed.
 
+Nor does it compile a function that has as many programs as its limit. It logs a warning
+of its own, but not that the whole sequence is computed on every rank from then on.
+
 torch.export takes the model out of what torch.compile made of it. The exported program
 is that of one device.
 """
@@ -18,25 +21,36 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import re
 import sys
+from collections import Counter
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 from torch._dynamo import convert_frame
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_list
+from torch._dynamo.guards import get_and_maybe_log_recompilation_reasons
+from torch._dynamo.types import FrameAction
 from torch.export import _trace
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from cpcompile import errors
-from cpcompile.errors import InputError
+from cpcompile.errors import InputError, RecompileLimitError
 from cpcompile.logs import warn_once
 
 _TORCH_OR_OURS = tuple(
     str(pathlib.Path(str(module.__file__)).parent) + os.sep
     for module in (torch, errors)
 )
+
+# What a guard is on: self.weight, or x.size()[0], but no function such as len.
+_VALUE = r"(?<![\w.])(?!tensor\b)[A-Za-z_]\w*\b(?!\()(?:\.\w+(?:\(\))?|\[[^\]]*\])*"
+
+# Code of which graphs are sharded, and whether their options are strict.
+sharded: WeakKeyDictionary[CodeType, bool] = WeakKeyDictionary()
 
 
 @functools.cache
@@ -62,6 +76,11 @@ def install() -> None:
             result.apply_to_code = False  # as in torch 2.15: the next call may compile
         elif "error was suppressed" in reason and is_ours(self):
             _warn_about_break(frame.f_code)
+        elif _is_at_limit(result) and is_ours(self) and frame.f_code in sharded:
+            text = _past_the_limit(frame)
+            if sharded[frame.f_code]:
+                raise RecompileLimitError(text)
+            warn_once(text)
         return original(self, result, frame)
 
     wrapper._handle_skip = handle_skip  # type: ignore[method-assign]
@@ -81,6 +100,35 @@ def _warn_about_break(code: CodeType) -> None:
         "and attention in functions that are not compiled runs in whole on every "
         "rank; remove the break (torch.compile(..., fullgraph=True) says where it is), "
         "or compile the modules in the loop themselves"
+    )
+
+
+def _is_at_limit(result: Any) -> bool:
+    """Tell whether Dynamo runs a function as it is from now on; its only cause."""
+    strategy = getattr(result, "frame_exec_strategy", None)
+    return getattr(strategy, "cur_action", None) == FrameAction.RUN_ONLY
+
+
+def _past_the_limit(frame: Any) -> str:
+    """Say what would run in eager, and which value has made most of its programs."""
+    code = frame.f_code
+    programs = _debug_get_cache_entry_list(code)
+    reasons = get_and_maybe_log_recompilation_reasons(programs, frame, is_ours, True)
+    # Such as "0/7: L['self'].weight == 0.35  # loss + self.weight * ..."
+    guards = [text.partition(": ")[2].partition("  #")[0].strip() for text in reasons]
+    guards = [re.sub(r"[LG]\['(\w+)'\]", r"\1", guard) for guard in guards]
+    values = [x for guard in guards for x in re.findall(_VALUE, guard)[:1]]
+    changed = ""
+    if values:
+        ((value, count),) = Counter(values).most_common(1)
+        last = next(guard for guard in guards if value in guard)
+        changed = f"; what changed most is {value}, in {count} of them (last: {last})"
+    return (
+        f"{code.co_name} at {code.co_filename}:{code.co_firstlineno} runs in eager, "
+        f"unsharded, on every rank from now on: it has {len(programs)} programs, the "
+        f"limit of torch.compile, and needs another one{changed}. Pass a number that "
+        "changes as a 0-dim tensor, pad inputs to a few sizes, or raise "
+        "torch._dynamo.config.recompile_limit"
     )
 
 

@@ -21,6 +21,7 @@ from cpcompile.errors import (
     InputError,
     OptionError,
     RankMismatchError,
+    RecompileLimitError,
     RewriteError,
     RingOverlapError,
 )
@@ -64,6 +65,7 @@ def message(fn, *args, **options):
         (DropoutError, RewriteError),
         (RingOverlapError, RuntimeError),
         (BufferChangedError, RuntimeError),
+        (RecompileLimitError, RuntimeError),
     ],
 )
 def test_families(error, base):
