@@ -15,6 +15,7 @@ from cpcompile.errors import (
     InputError,
 )
 from cpcompile.frontend.arguments import Frame
+from cpcompile.frontend.changing_floats import floats_are_tensors
 from cpcompile.frontend.frame_chunks import run_with_room
 from cpcompile.frontend.gc_threshold import collected_rarely
 from cpcompile.frontend.request import agreed_request
@@ -111,7 +112,8 @@ def cp(
                 if frame.code is not None:
                     skipped_frames.sharded[frame.code] = request.options.strict
                 attempts = Attempts(gm, example_inputs, request, frame)
-                compiled = run_with_room(attempts.compile)
+                with floats_are_tensors():
+                    compiled = run_with_room(attempts.compile)
             return compiled if spread is None else lambda *x: spread(compiled(*x))
 
 

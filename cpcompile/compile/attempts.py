@@ -20,6 +20,7 @@ from cpcompile.errors import (
     RingOverlapError,
 )
 from cpcompile.frontend.arguments import Frame, module_buffers
+from cpcompile.frontend.changing_floats import begin_anew_without_floats
 from cpcompile.frontend.inputs import classify_inputs, given_layout
 from cpcompile.frontend.padding.pad_graph import pad_graph
 from cpcompile.frontend.reducers import gradient_contracts
@@ -81,6 +82,7 @@ class Attempts:
             if compiled is not None:
                 return compiled
         assert self.problem is not None, "an attempt has a result or a problem"
+        begin_anew_without_floats(self.untouched.graph)
         if self.request.options.strict:
             self.problem.add_note(_STRICT_NOTE)
             raise self.problem

@@ -18,15 +18,12 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame, named_inputs
+from cpcompile.frontend.changing_floats import read_floats
 from cpcompile.frontend.inference import infer_inputs
 from cpcompile.frontend.machine import agreed_profile
 from cpcompile.frontend.meshes import find_mesh, read_stand_ins
 from cpcompile.frontend.rank_consistency.description import describe
-from cpcompile.frontend.symbolic_sizes import (
-    begin_anew_without_floats,
-    specialize_sizes,
-    symbolic_length,
-)
+from cpcompile.frontend.symbolic_sizes import specialize_sizes, symbolic_length
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected
@@ -101,7 +98,7 @@ def agreed_request(
         if mesh_axis is None or not has_tensors(graph):  # a part, around a graph break
             return parsed
         mesh, axis = mesh_axis
-        begin_anew_without_floats(graph)
+        read_floats(graph, frame.code)
         read_local_parts(graph)
         make_objects(graph)
         _check_device(mesh, axis)

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -26,10 +25,6 @@ from cpcompile.ranks.shardings import check_dim
 from cpcompile.torch_patches import symbolic_tracing, tracing
 from cpcompile.torch_patches.in_flight import arrived
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.dynamo import (
-    TensorifyScalarRestartAnalysis,
-    TensorifyState,
-)
 from cpcompile.torch_private.symbol_types import SymT, symbol_is_type
 
 # Marks a node whose example has symbols for sizes that guards have fixed.
@@ -138,35 +133,11 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
         node.meta["example_value"] = value
 
 
-def begin_anew_without_floats(graph: fx.Graph) -> None:
-    """Have Dynamo trace again if floats are inputs, with their values as constants.
-
-    dynamic=True turns floats into inputs. AOTAutograd would find out that all of them
-    are constants, but only after the passes and its own trace have run. It would then
-    ask Dynamo for the same.
-
-    Raises: Dynamo's TensorifyScalarRestartAnalysis.
-    """
-    names = set()
-    for node in graph.find_nodes(op="placeholder"):
-        number = getattr(fake_value(node), "item_memo", None)
-        # Not what guards have replaced it by.
-        symbol = number.node._expr if isinstance(number, torch.SymFloat) else None
-        if isinstance(symbol, sympy.Symbol) and symbol_is_type(symbol, SymT.FLOAT):
-            names.add(symbol.name)
-    if all(map(TensorifyState.should_specialize, names)):
-        return  # also if Dynamo keeps one that it was told to fix
-    for name in names:
-        TensorifyState.specialize(name)
-    raise TensorifyScalarRestartAnalysis
-
-
 def _specialize_floats(graph: fx.Graph) -> None:
     """Replace floats that Dynamo hands over as tensors by their values.
 
-    Dynamo does so with dynamic=True. The floats are epsilons and scales, which plans
-    and trials have to know. What is computed from them alone is replaced as well, and
-    also inside of checkpoint regions.
+    These are the floats that `read_floats` fixes. What is computed from them alone is
+    replaced as well, and also inside of checkpoint regions.
     """
     for node in list(all_nodes(graph)):
         value = fake_value(node)

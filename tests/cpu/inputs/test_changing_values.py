@@ -1,0 +1,176 @@
+"""Values that change from call to call: torch.compile needs two programs, as alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from tests.cpu.attention_cases import sequence_mesh
+from tests.support.bounds import Deviation, check, deviations, gradients
+
+VALUES = [0.1 + n / 20 for n in range(20)]
+
+
+class Model(nn.Module):
+    """One layer and a loss; `factor` is where a subclass has no argument for it."""
+
+    factor = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.qkv = nn.Embedding(31, 16), nn.Linear(16, 48)
+        self.head = nn.Linear(16, 31)
+
+    def attention(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (6, 8)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(*heads.chunk(3, 1), is_causal=True)
+        return y.transpose(1, 2).flatten(2)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(x + self.attention(x))
+
+    def forward(self, tokens: Tensor, factor: float) -> Tensor:
+        logits = self.logits(tokens)
+        return loss_of(logits, tokens) + factor * logits.square().mean()
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class Attribute(Model):
+    def forward(self, tokens: Tensor, factor: float) -> Tensor:
+        del factor
+        return super().forward(tokens, self.factor)
+
+
+class Temperature(Model):
+    """Of the logits, and of scores that are written out."""
+
+    def forward(self, tokens: Tensor, factor: float) -> Tensor:
+        x = self.embedding(tokens)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = (q @ k.mT / factor).masked_fill(later, float("-inf"))
+        logits = self.head(x + scores.softmax(-1) @ v)
+        return loss_of(logits / (1 + factor), tokens)
+
+
+class Region(Model):
+    """What is computed from it alone goes into a checkpoint region, and in place."""
+
+    def forward(self, tokens: Tensor, factor: float) -> Tensor:
+        x = self.embedding(tokens)
+        rest = 1 - factor
+
+        def layer(x: Tensor) -> Tensor:
+            return self.attention(x) * factor - rest / 2
+
+        x = x + checkpoint(layer, x, use_reentrant=False)
+        x *= rest
+        return loss_of(self.head(torch.where(x > factor, x, rest - x)), tokens)
+
+
+class Twice(Model):
+    """One use that torch.compile keeps no symbol for: it has a program per value."""
+
+    def forward(self, tokens: Tensor, factor: float) -> Tensor:
+        loss = super().forward(tokens, factor)
+        return torch.add(loss, self.head.weight.square().sum(), alpha=factor)
+
+
+MODELS = {x.__name__: x for x in (Model, Attribute, Temperature, Region, Twice)}
+Step = Callable[[Tensor, float], Tensor]
+
+
+def closure_over(model: nn.Module) -> Step:
+    """Return a step of a function whose factor is no argument."""
+    value = 0.0
+
+    def loss(tokens: Tensor) -> Tensor:
+        return model(tokens, value)
+
+    compiled = torch.compile(loss, backend="cp", options=options())
+
+    def step(tokens: Tensor, factor: float) -> Tensor:
+        nonlocal value
+        value = factor
+        return compiled(tokens)
+
+    return step
+
+
+def options() -> dict[str, object]:
+    return {"mesh": sequence_mesh(2), "inner": "aot_eager"}
+
+
+def batch(rows: int = 2, length: int = 12) -> Tensor:
+    return torch.randint(31, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def run_floats(
+    name: str, values: list[float], closure: bool = False, dynamic: bool | None = None
+) -> tuple[int, list[Deviation]]:
+    """Return the number of programs, and deviations from one process."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model, tokens = MODELS[name]().double(), batch()
+    exact = copy.deepcopy(model)
+    step = closure_over(model)
+    if not closure:
+        step = torch.compile(model, backend="cp", options=options(), dynamic=dynamic)
+    found = []
+    for value in values:
+        model.factor = exact.factor = value
+        found += compared(step, model, exact, tokens, value)
+    return counters["stats"]["unique_graphs"], found
+
+
+def compared(
+    step: Step, model: nn.Module, exact: nn.Module, tokens: Tensor, value: float
+) -> list[Deviation]:
+    """Compare loss and gradients of one call, finite or not."""
+    results = []
+    for call, module in ((step, model), (exact, exact)):
+        module.zero_grad()
+        loss = call(tokens, value)
+        results.append({"loss": loss.detach()} | gradients(loss, module))
+    got, wanted = ({k: x.nan_to_num(9, 8, 7) for k, x in y.items()} for y in results)
+    return deviations(got, wanted)
+
+
+FLOATS = [("Model", False, None), ("Model", True, None), ("Attribute", False, None),
+          ("Temperature", False, None), ("Region", False, None),
+          ("Model", False, True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "closure", "dynamic"), FLOATS)
+def test_a_float_that_changes_has_two_programs(pools, name, closure, dynamic):
+    args = (name, VALUES, closure, dynamic)
+    for programs, found in pools[2].run(run_floats, *args, timeout=120):
+        assert programs == 2
+        check(found)
+
+
+def test_a_float_that_has_to_be_a_number_has_a_program_per_value(pools):
+    for programs, found in pools[2].run(run_floats, "Twice", VALUES[:4], timeout=120):
+        assert programs == 4
+        check(found)
+
+
+@pytest.mark.parametrize("name", ["Model", "Region"])
+def test_a_float_that_is_not_finite(pools, name):
+    """Results are those of one process, on all ranks."""
+    values = [0.1, 0.2, float("nan"), float("inf"), -float("inf"), 0.0, 0.3]
+    for _, found in pools[2].run(run_floats, name, values, timeout=120):
+        check(found)
