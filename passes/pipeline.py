@@ -55,6 +55,7 @@ from .model.normalize.fold_transforms import fold_transforms
 from .model.normalize.inline_attention_modules import inline_attention_modules
 from .model.normalize.pad_convolutions import pad_convolutions
 from .model.normalize.split_window_views import split_window_views
+from .model.normalize.unflatten_losses import unflatten_losses
 from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
 from .model.sharding.shard_graph import shard_graph
@@ -71,6 +72,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
     decompose_flex_attention,
     fold_attention_patterns,  # before what reads the calls
     cut_before_products,  # after it, which knows attention by its products
+    unflatten_losses,  # before what follows dimensions
     align_operands,  # before what reads the calls: they are all of one form then
     split_window_views,  # before find_windows, which follows tokens through views
     find_attention,  # reads what all later passes decide on

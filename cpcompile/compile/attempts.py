@@ -77,7 +77,8 @@ class Attempts:
 
         Raises: RewriteError if strict; errors that no other way avoids.
         """
-        for attempted in (self.for_any_length, self.for_this_length):
+        ways = self.for_any_rows, self.for_any_length, self.for_this_length
+        for attempted in ways:
             compiled = attempted()
             if compiled is not None:
                 return compiled
@@ -88,6 +89,23 @@ class Attempts:
             raise self.problem
         warn_once(f"{self.frame.name} runs unsharded on every rank: {self.problem}")
         return self.unsharded()
+
+    def for_any_rows(self) -> CompiledCallable | None:
+        """Compile one program for many numbers of rows; None if this is not done."""
+        rows = self.request.rows
+        if rows is None:
+            return None
+
+        def way() -> tuple[CompiledCallable, dict[str, str], Sequence[torch.SymInt]]:
+            return *self._sharded(self.gm, self._context(self.gm)), (rows,)
+
+        compiled = symbolic_tracing.attempt(
+            [way], self.request.group, self.frame.name, _FOR_THE_USER
+        )
+        if compiled is None:
+            self.request = dataclasses.replace(self.request, rows=None)
+            self._fix_sizes()
+        return compiled
 
     def for_any_length(self) -> CompiledCallable | None:
         """Compile one program for many lengths; None if this is not done."""
@@ -102,10 +120,13 @@ class Attempts:
             ways, self.request.group, self.frame.name, _FOR_THE_USER
         )
         if compiled is None:
-            self.gm = self.untouched
-            specialize_sizes(self.gm.graph)
-            self.untouched = copy.deepcopy(self.gm)
+            self._fix_sizes()
         return compiled
+
+    def _fix_sizes(self) -> None:
+        self.gm = self.untouched
+        specialize_sizes(self.gm.graph)
+        self.untouched = copy.deepcopy(self.gm)
 
     def for_this_length(self) -> CompiledCallable | None:
         """Compile the sharded program for the lengths of this call.
@@ -130,13 +151,13 @@ class Attempts:
 
     def _for_multiples(
         self, length: torch.SymInt
-    ) -> tuple[CompiledCallable, dict[str, str], torch.SymInt]:
+    ) -> tuple[CompiledCallable, dict[str, str], Sequence[torch.SymInt]]:
         """Compile for the lengths that the ranks divide."""
-        return *self._sharded(self.gm, self._context(self.gm, length)), length
+        return *self._sharded(self.gm, self._context(self.gm, length)), (length,)
 
     def _for_all(
         self, length: torch.SymInt
-    ) -> tuple[CompiledCallable, dict[str, str], torch.SymInt]:
+    ) -> tuple[CompiledCallable, dict[str, str], Sequence[torch.SymInt]]:
         """Compile for all lengths; inputs are padded to a multiple of the ranks."""
         module, mesh = copy.deepcopy(self.untouched), self.request.mesh
         ranks = mesh.size(self.request.axis)
@@ -144,7 +165,7 @@ class Attempts:
         ctx = self._context(module, padding.symbol, padding)
         examples = [*self.example_inputs, None, None]
         compiled, alike = self._sharded(module, ctx, examples)
-        return around(compiled, ctx), alike, padding.symbol
+        return around(compiled, ctx), alike, (padding.symbol,)
 
     def _with_fallbacks(
         self, fallback_calls: dict[str, str]
@@ -220,6 +241,7 @@ class Attempts:
             keeps_layout=options.local_view,
             backward=torch.is_grad_enabled() or enables_gradients(module.graph),
             length=length,
+            rows=request.rows,
             padding=padding,
             compare=lambda items: check_agreement(request.group, items, doing),
             all_gather_text=lambda text: all_gather_text(request.group, text, doing),

@@ -23,7 +23,7 @@ from cpcompile.frontend.inference import infer_inputs
 from cpcompile.frontend.machine import agreed_profile
 from cpcompile.frontend.meshes import find_mesh, read_stand_ins
 from cpcompile.frontend.rank_consistency.description import describe
-from cpcompile.frontend.symbolic_sizes import specialize_sizes, symbolic_length
+from cpcompile.frontend.symbolic_sizes import rows_of, specialize_sizes, symbolic_length
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected
@@ -50,6 +50,7 @@ class Request:
 
     named: the inputs to shard, with name and dimension.
     length: the length of the sequence, if it is to stay a symbol.
+    rows: the number of rows of the batch, if that alone is to stay a symbol.
     """
 
     options: Options
@@ -58,6 +59,7 @@ class Request:
     axis: int
     named: dict[fx.Node, tuple[str, int]]
     length: torch.SymInt | None
+    rows: torch.SymInt | None
     degrees: CPDegrees | None
     profile: HardwareProfile
 
@@ -110,7 +112,8 @@ def agreed_request(
         if not parsed.shard or frame.is_part:
             named = infer_inputs(graph, frame, mesh, axis) | named
         length = symbolic_length(graph, named, mesh, axis)
-        specialize_sizes(graph, length)
+        rows = rows_of(named) if length is None else None
+        specialize_sizes(graph, length, rows)
         degrees = factors(parsed.mesh or mesh._get_root_mesh(), parsed.axis)
         description = describe(graph, parsed, named, frame, mesh.device_type)
     except RestartAnalysis:  # no rank has been told of this trace
@@ -124,7 +127,7 @@ def agreed_request(
     _announce(mesh.get_group(axis), doing)
     check_agreement(mesh.get_group(axis), description, doing)
     profile = agreed_profile(mesh, axis)
-    return Request(parsed, frame, mesh, axis, named, length, degrees, profile)
+    return Request(parsed, frame, mesh, axis, named, length, rows, degrees, profile)
 
 
 def _announce(group: ProcessGroup, doing: str) -> None:

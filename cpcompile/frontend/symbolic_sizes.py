@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -95,12 +96,31 @@ def _sequence_sizes(
             yield value.shape[dim], None
 
 
-def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> None:
-    """Replace symbolic sizes by their values, except for sizes made of `length`.
+def rows_of(named: dict[fx.Node, tuple[str, int]]) -> torch.SymInt | None:
+    """Return the first size of the inputs with the sequence, if it is a symbol.
+
+    DTensors have none here: their global shapes are guarded.
+    """
+    for node, (_, dim) in named.items():
+        value = fake_value(node)
+        if dim > 0 and not isinstance(value, DTensor) and is_symbol(value.shape[0]):
+            rows: torch.SymInt = value.shape[0]
+            return rows
+    return None
+
+
+def specialize_sizes(
+    graph: fx.Graph,
+    length: torch.SymInt | None = None,
+    rows: torch.SymInt | None = None,
+) -> None:
+    """Replace symbolic sizes by their values, but for those of `length` and `rows`.
 
     Asking a symbol for its value adds a guard: Dynamo recompiles for other values.
     """
-    symbols = set() if length is None else length.node.expr.free_symbols
+    symbols = set[sympy.Symbol]()
+    for n in (length, rows):
+        symbols |= set() if n is None else n.node.expr.free_symbols
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
         sizes: list[Any] = [value] if isinstance(value, torch.SymInt) else []

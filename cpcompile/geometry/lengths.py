@@ -3,7 +3,8 @@
 Note [Symbolic sequence lengths]
 Where Dynamo hands a symbol for the length S of the sequence, it stays one if N ranks
 divide it and each has two tokens or more: guards say so, and the local length is S // N
-on every rank. All other sizes get their value. Facts of S are asked for in three ways:
+on every rank. Of plain inputs of one length the number of rows may be a symbol instead.
+All other sizes get their value. Facts of S are asked for in three ways:
 `expected` is its value in this call, without a guard, for what may be tuned to it;
 `is_same` is what holds for all lengths; `require` adds a guard, outside of which Dynamo
 compiles again. The guards have to be the same on every rank, or one would compile

@@ -67,7 +67,7 @@ def install() -> None:
     Shard._custom_chunk = staticmethod(even_chunks)  # type: ignore[method-assign]
 
 
-Way = Callable[[], tuple[T, dict[str, str], torch.SymInt]]
+Way = Callable[[], tuple[T, dict[str, str], Sequence[torch.SymInt]]]
 
 
 def attempt(
@@ -83,7 +83,7 @@ def attempt(
 
     Args:
         ways: each returns what it made, what must be the same on every rank, and the
-            length that the program has.
+            sizes that are symbols in the program.
         name: of the graph, for the log.
         not_handled: errors that are raised nevertheless.
     """
@@ -108,10 +108,10 @@ def _attempt(
 
     def make() -> tuple[T, dict[str, str], str]:
         with _length_stays_symbolic():
-            program, items, length = way()
-        if is_fixed(length, group.size()):
+            program, items, sizes = way()
+        if any(is_fixed(n, group.size()) for n in sizes):
             raise LengthNotSymbolic("the guards leave no other")
-        guards = guards_on(length)
+        guards = "; ".join(map(guards_on, sizes))
         log.debug("%s: guards on the sequence length: %s", name, guards)
         return program, items, guards
 

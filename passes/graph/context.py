@@ -287,6 +287,7 @@ class Context:
     keeps_layout: bool = False  # results leave in the layout in which inputs lie
     backward: bool = True
     length: torch.SymInt | None = None  # of the sequence, where it stays a symbol
+    rows: torch.SymInt | None = None  # of the batch, where it stays a symbol
     padding: Padding | None = None  # how it is padded to that length
     # inputs whose value may become a part of the program
     buffers: dict[fx.Node, Buffer] = field(default_factory=dict)
@@ -351,6 +352,11 @@ class Context:
             f"plan of call {number} at {call.path}": plan.chosen.label
             for number, (call, plan) in enumerate(self.findings.plans.items())
         }
+
+    @property
+    def has_symbols(self) -> bool:
+        """Tell whether some sizes are symbols."""
+        return self.length is not None or self.rows is not None
 
     def sequence_lengths(self) -> list[int]:
         """Return the sequence lengths that attention calls share out over the ranks."""

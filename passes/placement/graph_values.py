@@ -41,7 +41,7 @@ class GraphValues:
     def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
         self.ctx = ctx
         self.on = MeshAxis(ctx.mesh, ctx.axis)
-        self.trial = Trial(fake_mode, ctx.length is not None, ctx.backward)
+        self.trial = Trial(fake_mode, ctx.has_symbols, ctx.backward)
         self.flows = flows_of(fake_mode, ctx.mesh.device_type)
 
     def value(self, argument: Any) -> Any:

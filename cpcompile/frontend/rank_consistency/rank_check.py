@@ -265,7 +265,7 @@ def rank_check(ctx: Context, frame: Frame, sharded: bool) -> Check:
         or any(p.is_shard() for p in graph_input.placements)
     ]
     what = ["no gradients"] * (not ctx.backward)
-    if ctx.length is None:
+    if not ctx.has_symbols:
         what += [
             f"{graph_input.name or node.name} {list(fake_value(node).shape)}"
             for _, node, graph_input in sequences
@@ -278,7 +278,7 @@ def rank_check(ctx: Context, frame: Frame, sharded: bool) -> Check:
         frame,
         ctx.mesh.device_type,
         f": {', '.join(what)}" if what else "",
-        [] if ctx.length is None else [place for place, _, _ in sequences],
+        [] if not ctx.has_symbols else [place for place, _, _ in sequences],
     )
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
+from cpcompile.geometry.lengths import LengthNotSymbolic, is_same, is_symbol
 
 from ...graph.attention_calls import is_attention
 from ...graph.calls import canonical_call, set_argument
@@ -49,7 +49,7 @@ class _CommonSizes:
 def align_operands(graph: fx.Graph, ctx: Context) -> int:
     """Bring attention calls to the form [B, H, S, D]; return how many were of another.
 
-    Raises: LengthNotSymbolic if a batch dimension is a symbol.
+    Raises: LengthNotSymbolic if a batch dimension is a symbol, and not of all operands.
     """
     transformed = inside_transforms(graph)  # where dimensions have another meaning
     calls = [x for x in all_nodes(graph) if is_attention(x) and x not in transformed]
@@ -84,16 +84,18 @@ def _common_sizes(node: fx.Node) -> _CommonSizes | None:
     mask = _mask(node)
     ndim = max(4, *(x.ndim for x in operands))
     shapes = [_padded(x.shape, ndim) for x in operands]
+    batches = shapes[0][:-3]
     if any(is_symbol(n) for shape in shapes for n in shape[:-3]):
-        raise LengthNotSymbolic(f"a batch dimension of {node.name} is a symbol")
-    batches = torch.broadcast_shapes(*(shape[:-3] for shape in shapes))
+        if ndim > 4 or not all(is_same(shape[0], *batches) for shape in shapes):
+            raise LengthNotSymbolic(f"a batch dimension of {node.name} is a symbol")
+    else:
+        batches = torch.broadcast_shapes(*(shape[:-3] for shape in shapes))
     q_heads, k_heads, v_heads = (int(shape[-3]) for shape in shapes)
     kv_heads = max(k_heads, v_heads)
     if {k_heads, v_heads} - {1, kv_heads} or (mask is not None and mask.ndim > ndim):
         return None
-    return _CommonSizes(
-        ndim, tuple(map(int, batches)), max(q_heads, kv_heads), kv_heads
-    )
+    numbers = tuple(n if is_symbol(n) else int(n) for n in batches)
+    return _CommonSizes(ndim, numbers, max(q_heads, kv_heads), kv_heads)
 
 
 def _padded(shape: torch.Size, ndim: int) -> Shape:

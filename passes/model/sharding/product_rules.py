@@ -73,7 +73,9 @@ def linear(known: GraphValues, node: fx.Node) -> Replace | None:
     x = canonical_call(node).arguments["input"]
     dim, value = split_dim(known, x), known.value(x)
     of_grid = dim is not None and value.ndim > _BATCHED and 0 < dim < value.ndim - 1
-    if of_grid or _is_batch_of_parts(known, value):
+    # DTensor has no placement for a symbolic number of rows of parts, either.
+    of_rows = dim == 1 and is_symbol(value.shape[0])
+    if of_grid or of_rows or _is_batch_of_parts(known, value):
         return linear_of_parts(known, node)
     return None
 

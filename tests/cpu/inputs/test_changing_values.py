@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations, gradients
 
@@ -173,4 +174,35 @@ def test_a_float_that_is_not_finite(pools, name):
     """Results are those of one process, on all ranks."""
     values = [0.1, 0.2, float("nan"), float("inf"), -float("inf"), 0.0, 0.3]
     for _, found in pools[2].run(run_floats, name, values, timeout=120):
+        check(found)
+
+
+def run_rows(rows: list[int], length: int) -> tuple[int, int, list[Deviation]]:
+    """Return the numbers of programs and of rings, and deviations from one process."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = Model().double()
+    exact = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="cp", options=options())
+    found, rings = [], 0
+    for n in rows:
+        with recording() as reports:
+            found += compared(compiled, model, exact, batch(n, length), 0.5)
+        rings += len(reports[0].calls)
+    return counters["stats"]["unique_graphs"], rings, found
+
+
+@pytest.mark.parametrize("length", [12, 13])
+def test_a_number_of_rows_that_changes_has_two_programs(pools, length):
+    """Each of 20 calls is shared out, also where the ranks do not divide the length."""
+    args = ([*range(2, 22)], length)
+    for programs, rings, found in pools[2].run(run_rows, *args, timeout=120):
+        assert (programs, rings) == (2, 20)
+        check(found)
+
+
+def test_few_rows(pools):
+    """No row, and one, are programs of their own in torch.compile."""
+    for _, _, found in pools[2].run(run_rows, [3, 4, 1, 5, 0, 6], 12, timeout=120):
         check(found)
