@@ -92,9 +92,9 @@ def attempt(
         program, problem = _attempt(way, group, name, not_handled)
         if not problem:
             return program
-        log.debug("%s serves one sequence length only: %s", name, problem)
+        log.debug("%s serves the sizes of one call only: %s", name, problem)
         problems.append(problem)
-    log.info("%s serves one sequence length only: %s", name, problems[0])
+    log.info("%s serves the sizes of one call only: %s", name, problems[0])
     return None
 
 

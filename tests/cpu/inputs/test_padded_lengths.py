@@ -117,7 +117,7 @@ def test_what_may_read_the_padding_is_compiled_per_length(pools, name):
     answers = pools[2].run(run_logged, name, timeout=90)
     check([found for found, _ in answers], [0, 1, 0])
     for _, text in answers:
-        assert "forward serves one sequence length only: it cannot be padded" in text
+        assert "forward serves the sizes of one call only: it cannot be padded" in text
         assert REFUSED[name] in text
 
 

@@ -35,7 +35,7 @@ def attempt(compile_graph):
     symbol = environment.create_symbol(64, source, DimDynamic.DYNAMIC)
     length: torch.SymInt = environment.create_symintnode(symbol, hint=64, source=source)
     return symbolic_tracing.attempt(
-        [lambda: (*compile_graph(), length)],
+        [lambda: (*compile_graph(), (length,))],
         dist.group.WORLD,
         "forward",
         (InputError,),
@@ -53,7 +53,7 @@ def test_what_torch_raises_is_told_and_logged(told, caplog):
     with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
         assert attempt(failing(TypeError("no symbols here\nmore"))) is None
     assert told == [Message(error="TypeError: no symbols here\nmore")]
-    assert "forward serves one sequence length only: no symbols here" in caplog.text
+    assert "forward serves the sizes of one call only: no symbols here" in caplog.text
 
 
 def test_an_error_for_the_user_is_raised_after_the_others_know(told):
@@ -70,7 +70,7 @@ def test_other_ranks_failed(told, caplog, monkeypatch):
     )
     with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
         assert attempt(lambda: ("compiled", {})) is None
-    assert "serves one sequence length only: rank 0 of group" in caplog.text
+    assert "serves the sizes of one call only: rank 0 of group" in caplog.text
     assert "compiles forward, and rank 1 cannot: MemoryError" in caplog.text
 
 
@@ -88,12 +88,12 @@ def test_the_first_way_that_can_is_taken(caplog):
     length = environment.create_symintnode(symbol, hint=64, source=source)
 
     def way(made):
-        return lambda: ("made", {}, length) if made else failing(TypeError("no"))()
+        return lambda: ("made", {}, (length,)) if made else failing(TypeError("no"))()
 
     with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
         given = (dist.group.WORLD, "forward", ())
         assert symbolic_tracing.attempt([way(False), way(True)], *given) == "made"
         assert "serves one" not in caplog.text
         assert symbolic_tracing.attempt([way(False), way(False)], *given) is None
-    assert caplog.text.count("serves one sequence length only: no") == 1
+    assert caplog.text.count("serves the sizes of one call only: no") == 1
     dist.destroy_process_group()
