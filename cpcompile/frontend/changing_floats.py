@@ -109,6 +109,8 @@ def floats_are_tensors() -> Iterator[None]:
 def _inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, torch.SymFloat]]:
     """Yield the inputs that are floats in the user's program, each with its number."""
     for node in graph.find_nodes(op="placeholder"):
+        if not getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
+            continue  # a tensor of the user may have such a number, too
         number = getattr(fake_value(node), "item_memo", None)
         # Its own expression, not what guards have replaced it by.
         if isinstance(number, torch.SymFloat):

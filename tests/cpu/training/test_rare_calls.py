@@ -81,6 +81,11 @@ PICKS = {
     "index_fill": ((7,), lambda x: x.index_fill(0, AT[0], 1.0)),
     "index_copy": ((7,), lambda x: x.index_copy(0, AT[0], x[0])),
 }
+PICKS["index_fill by a tensor"] = (
+    (2, 7),
+    lambda x: x.index_fill(1, AT[:2], NUMBER),
+)
+NUMBER = torch.tensor(2.0, dtype=torch.float64)
 NUMBERED = torch.zeros(2, 0, dtype=torch.uint8)
 PICKS["gather nothing"] = ((7,), lambda x: torch.gather(x, 0, NUMBERED))
 PICKS = {k: SmallCall(f, shape, shape.index(7)) for k, (shape, f) in PICKS.items()}
