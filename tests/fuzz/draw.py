@@ -47,6 +47,8 @@ def _setting(r: Random, wishes: Wishes) -> Setting:
             length,
             *r.choices([length, 12, 20, 24, 30, 21], k=r.choice([1, 1, 2])),
         )
+    if "changing" in wishes.kinds and inner == "aot_eager":
+        lengths = (length,) * 3
     heads = r.choice([1, 2, 2, 4, 4, 3])
     width = heads * r.choice([4, 4, 8])
     strategies = ["auto", "auto", "ring", "ring", "ring", "all_gather", "ulysses"]
@@ -59,6 +61,7 @@ def _setting(r: Random, wishes: Wishes) -> Setting:
         width=width,
         heads=heads,
         lengths=lengths,
+        growth=int(len(lengths) > 1 and r.random() < 0.4),
         door=r.choice(["named", "inferred", "inferred", "dtensor"]),
         mode="no_grad" if r.random() < 0.2 else "train",
         dtype=wishes.dtype,

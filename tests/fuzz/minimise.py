@@ -79,8 +79,8 @@ def _simpler_choices(program: Program) -> Iterator[Program]:
 def _simpler_setting(program: Program) -> Iterator[Program]:
     setting, plain = program.setting, Setting()
     names = [
-        "lengths", "dynamic", "mode", "inner", "door", "layout", "strategy", "unroll",
-        "gather_outputs", "strict", "batch", "heads",
+        "lengths", "growth", "dynamic", "mode", "inner", "door", "layout", "strategy",
+        "unroll", "gather_outputs", "strict", "batch", "heads",
     ]  # fmt: skip
     for name in names:
         value = getattr(plain, name)

@@ -242,8 +242,10 @@ def steps(
     model.train(train)
     model.zero_grad()
     for number, length in enumerate(program.LENGTHS):
+        for module in model.modules():
+            module.rate = 0.2 + number / 8  # of what changes from call to call
         torch.manual_seed(2 + number)
-        made = program.inputs(length)
+        made = program.inputs(length, program.BATCH + number * program.GROWTH)
         if dtype is not None:
             made = {
                 k: x.detach().to(dtype).requires_grad_(x.requires_grad)

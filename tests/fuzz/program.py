@@ -49,6 +49,7 @@ class Setting:
     """How a program is called and compiled.
 
     lengths: tokens of each call, one after the other with one compiled model.
+    growth: how many rows each call has more than the one before.
     door: "named", "inferred" (plain tensors), "dtensor".
     mode: "train" (loss and gradients) or "no_grad".
     dtype: of parameters and inputs, "float64" or "float32".
@@ -59,6 +60,7 @@ class Setting:
     width: int = 16
     heads: int = 2
     lengths: tuple[int, ...] = (16,)
+    growth: int = 0
     door: str = "named"
     mode: str = "train"
     dtype: str = "float64"

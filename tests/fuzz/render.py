@@ -71,6 +71,7 @@ def _facts(program: Program, sheet: Sheet) -> str:
         [
             f"WORLD, LENGTHS, DTYPE = {setting.world}, {setting.lengths}, "
             f"torch.{setting.dtype}",
+            f"BATCH, GROWTH = {setting.batch}, {setting.growth}",
             f"DOOR, MODE, DYNAMIC = {setting.door!r}, {setting.mode!r}, "
             f"{setting.dynamic}",
             f"OPTIONS, UNROLL = {setting.options()}, {setting.unroll!r}",

@@ -13,12 +13,13 @@ OPTIONS: dict[str, object] = {}
 UNROLL: int | str = "auto"
 SHARD = {"x": 1}
 DRAWN = False
+BATCH, GROWTH = 2, 0
 Model = nn.Identity
 
 
-def inputs(length):
+def inputs(length, batch=2):
     """Arguments of forward."""
-    return {"x": torch.randn(2, length, 16)}
+    return {"x": torch.randn(batch, length, 16)}
 
 
 # program above
@@ -29,8 +30,11 @@ def steps(called, model, give):
     values = {}
     model.train(MODE == "train")
     for number, length in enumerate(LENGTHS):
+        for module in model.modules():
+            module.rate = 0.2 + number / 8  # of what changes from call to call
         torch.manual_seed(2 + number)
-        given = {name: give(name, x) for name, x in inputs(length).items()}
+        made = inputs(length, BATCH + number * GROWTH)
+        given = {name: give(name, x) for name, x in made.items()}
         torch.manual_seed(5 + number)
         with torch.set_grad_enabled(MODE == "train"):
             results = called(**given)

@@ -123,9 +123,10 @@ def run_number():
 
 def test_numbers_are_compared(pools):
     for text in pools[2].run(run_number, timeout=60):
-        assert "RankMismatchError" in text
         if "compile different programs" in text:  # torch 2.15 has one for each number
+            assert "RankMismatchError" in text
             continue
+        assert "have different values in call 2 of scaled" in text
         assert "input scale (float64 []): rank 0 has " in text
         assert "pass the same number on every rank" in text
 

@@ -129,7 +129,35 @@ def experts(s: Site) -> None:
     s.returns(f"{x} + {total}.view_as({x})")
 
 
+def changing(s: Site) -> None:
+    """A float of the model that is another one in every call."""
+    x, rate, how = s.a, "self.rate", s["how"]  # who calls the model sets it
+    texts = {
+        "times": f"{x} * {rate}",
+        "divided": f"{x} / {rate}",
+        "mixed": f"{x} * (1 - {rate}) + {x}.tanh() * {rate}",
+        "added": f"{x} + {rate} * {x}.square().mean()",
+        "compared": f"torch.where({x} > {rate}, {x}, {x} * 0.5)",
+        "power": f"{x}.abs().clamp(min=0.1) ** {rate}",
+        "clamp": f"{x}.clamp(-{rate}, {rate})",
+        "lerp": f"torch.lerp({x}, {x}.tanh(), {rate})",
+        "alpha": f"torch.add({x}, {x}.sin(), alpha={rate})",
+        "scale": f"F.scaled_dot_product_attention({x}, {x}, {x}, scale={rate})",
+        "dropout": f"F.dropout({x}, {rate}, self.training)",
+    }
+    s.sheet.drawn |= how == "dropout"
+    s.returns(texts[how])
+
+
 KINDS = {
+    "changing": Kind(
+        changing,
+        {
+            "how": ("times", "divided", "mixed", "added", "compared", "power", "clamp",
+                    "lerp", "alpha", "scale", "dropout"),
+        },
+        weight=0.5,
+    ),
     "norm": Kind(
         norm,
         {
