@@ -121,6 +121,11 @@ def cp_log_sigmoid(x: DTensor) -> DTensor:
     return below - torch.log1p(torch.exp(-x.abs()))  # type: ignore[return-value]
 
 
+def cp_take(x: Tensor, index: Tensor) -> Tensor:
+    """Return x.take(index)."""
+    return x.flatten()[index.flatten()].view(index.shape)
+
+
 def cp_prelu(x: DTensor, weight: Tensor) -> Tensor:
     """Compute prelu by its formula: DTensor has no rule for its backward."""
     shape = (1, -1, *(1 for _ in range(x.ndim - 2))) if weight.ndim else ()

@@ -52,7 +52,7 @@ def cp_pick_tokens(
         picked = picked.squeeze(first)
     after = [1] * (picked.ndim - first - len(block))
     mask = valid.expand(block).reshape([*block, *after])
-    return _summed(torch.where(mask, picked, picked.new_zeros(())), x, on)
+    return _summed(picked, mask, x, on)
 
 
 def _is_number(item: Any) -> bool:
@@ -69,7 +69,7 @@ def cp_gather_at(
     """Return x.gather(dim, index) on every rank, where `dim` has the tokens."""
     local, lies, valid = _own(x, on, dim, index, layout)
     picked = local.gather(dim, lies)
-    return _summed(torch.where(valid, picked, picked.new_zeros(())), x, on)
+    return _summed(picked, valid, x, on)
 
 
 def _own(
@@ -101,13 +101,14 @@ def _own(
     return local, torch.where(valid, lies, 0), valid
 
 
-def _summed(own: Tensor, x: DTensor, on: MeshAxis) -> Tensor:
-    """Return the sum of what ranks have, on each of them."""
+def _summed(picked: Tensor, has: Tensor, x: DTensor, on: MeshAxis) -> Tensor:
+    """Return on each rank what the rank has picked that has it."""
     everywhere: list[Placement] = [Replicate()] * on.mesh.ndim
     summed = list(everywhere)
     summed[on.axis] = Partial()
-    numbers = own
-    if own.element_size() == 1 and own.dtype != torch.int8:  # nothing adds such numbers
-        numbers = own.to(torch.float32 if own.is_floating_point() else torch.uint8)
-    parts = DTensor.from_local(numbers, on.mesh, summed, run_check=False)
+    if picked.element_size() == 1 and picked.dtype != torch.int8:  # no such numbers add
+        wide = torch.float32 if picked.is_floating_point() else torch.uint8
+        picked = picked.to(wide)
+    own = torch.where(has, picked, picked.new_zeros(()))
+    parts = DTensor.from_local(own, on.mesh, summed, run_check=False)
     return parts.redistribute(placements=everywhere).to(x.dtype)

@@ -48,6 +48,7 @@ from ...placement.decisions import (
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import (
     cp_dropout_mask,
+    cp_take,
     cp_exchange,
     cp_key_source,
     cp_log_sigmoid,
@@ -215,6 +216,18 @@ def sgn(known: GraphValues, node: fx.Node) -> Decision | None:
     if not isinstance(known.value(x), DTensor) or known.value(x).is_complex():
         return None
     return Replace(NewCall(torch.sign, (x,)))
+
+
+def take(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Take entries of gathered values by an index of one dimension.
+
+    Inductor's take asks for the value of an index without dimensions.
+    """
+    given = canonical_call(node).arguments
+    if not isinstance(known.value(given["input"]), DTensor):
+        return None
+    entries = NewCall(cp_take, (given["input"], given["index"]))
+    return FallBack("DTensor has no sharding rule for take", entries)
 
 
 def prelu(known: GraphValues, node: fx.Node) -> Decision | None:
@@ -445,6 +458,7 @@ RULES: dict[str, ShardingRule] = {
     **dict.fromkeys(("logsigmoid", "log_sigmoid"), log_sigmoid),
     "prelu": prelu,
     "sgn": sgn,
+    "take": take,
     "dropout": dropout,
     "unfold": unfold,
     "repeat": repeat,
