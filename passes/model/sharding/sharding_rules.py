@@ -48,7 +48,6 @@ from ...placement.decisions import (
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import (
     cp_dropout_mask,
-    cp_take,
     cp_exchange,
     cp_key_source,
     cp_log_sigmoid,
@@ -59,6 +58,7 @@ from ...placement.placement_calls import (
     cp_repeat,
     cp_replicate,
     cp_shard,
+    cp_take,
     cp_unreduced,
     cp_whole_keys,
 )
