@@ -22,9 +22,6 @@ _LIBRARIES = tuple(
     )
 )
 
-_WHAT = "Developer debug context: "  # in torch's text
-_LONGEST_NAME = 60  # letters; longer ones are those of Dynamo's own objects
-
 # A part of torch's text, and what fixes such a break.
 _WAYS_OUT = (
     (
@@ -68,14 +65,6 @@ def place_text(places: Sequence[SourceLine]) -> str:
     if callers and callers[-1] != places[-1]:
         text += ", called at {}:{}".format(*callers[-1])
     return text
-
-
-def reason_text(text: str) -> str:
-    """Return torch's reason in one line, with the short name of what breaks."""
-    lines = text.strip().splitlines() or ["no reason"]
-    what = next((x for x in lines if _WHAT in x), "").partition(_WHAT)[2].strip()
-    is_name = 0 < len(what) <= _LONGEST_NAME and what not in lines[0]
-    return f"{lines[0]}: {what}" if is_name else lines[0]
 
 
 def way_out(text: str, places: Sequence[SourceLine] = ()) -> str:

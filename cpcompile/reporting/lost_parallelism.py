@@ -25,9 +25,14 @@ from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.held import Callee
 from cpcompile.passes.graph.nodes import all_nodes, expected_shape, fake_value, where
 from cpcompile.passes.model.patterns.unmatched import NOT_KNOWN, is_product
-from cpcompile.reporting.break_texts import place_text, reason_text, way_out
+from cpcompile.reporting.break_texts import place_text, way_out
 from cpcompile.reporting.graph_report import GraphReport, part_of_attention
-from cpcompile.torch_patches.graph_breaks import SourceLine, break_at, breaks
+from cpcompile.torch_patches.graph_breaks import (
+    SourceLine,
+    break_at,
+    breaks,
+    reason_text,
+)
 from cpcompile.torch_private.operators import OpOverload
 
 _NAME_IT = 'options={"shard": {"argument": dim}}'

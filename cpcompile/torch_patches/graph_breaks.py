@@ -16,9 +16,10 @@ from typing import Any
 from torch._dynamo.exc import get_stack_above_dynamo
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-from cpcompile.torch_patches.skipped_frames import is_ours
-
 SourceLine = tuple[str, int]
+
+_WHAT = "Developer debug context: "  # in torch's text
+_LONGEST_NAME = 60  # letters; longer ones are those of Dynamo's own objects
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,25 @@ def noted_apart() -> Iterator[None]:
     finally:
         forget()
         _breaks.update(before)
+
+
+def reason_text(text: str) -> str:
+    """Return torch's reason in one line, with the short name of what breaks."""
+    lines = text.strip().splitlines() or ["no reason"]
+    what = next((x for x in lines if _WHAT in x), "").partition(_WHAT)[2].strip()
+    is_name = 0 < len(what) <= _LONGEST_NAME and what not in lines[0]
+    return f"{lines[0]}: {what}" if is_name else lines[0]
+
+
+def is_ours(callback: Any) -> bool:
+    """Tell whether a callback of Dynamo ends in backend "cp".
+
+    Where a graph is compiled under DDP, a method of DDPOptimizer calls the backend.
+    """
+    while callback is not None:
+        if getattr(callback, "compiler_name", None) == "cp":
+            return True
+        optimizer = getattr(callback, "__self__", None)
+        under_ddp = getattr(optimizer, "backend_compile_fn", None)
+        callback = getattr(callback, "_torchdynamo_orig_backend", under_ddp)
+    return False

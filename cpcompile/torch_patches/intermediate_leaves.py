@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import TensorVariable
 
-from cpcompile.torch_patches.skipped_frames import is_ours
+from cpcompile.torch_patches.graph_breaks import is_ours
 
 
 @functools.cache

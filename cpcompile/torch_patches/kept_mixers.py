@@ -27,7 +27,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from cpcompile.torch_patches.skipped_frames import is_ours
+from cpcompile.torch_patches.graph_breaks import is_ours
 
 Kept = tuple[Callable[..., Any], str, list[torch.Tensor], tuple[bool, ...] | None]
 """An operator, the text of a call, its tensors, and which of several results it has."""

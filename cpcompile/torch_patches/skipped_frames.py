@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from cpcompile import errors
 from cpcompile.errors import InputError, RecompileLimitError
 from cpcompile.logs import warn_once
+from cpcompile.torch_patches.graph_breaks import breaks, is_ours, reason_text
 
 _TORCH_OR_OURS = tuple(
     str(pathlib.Path(str(module.__file__)).parent) + os.sep
@@ -93,13 +94,21 @@ def _warn_about_break(code: CodeType) -> None:
     """
     if code.co_filename.startswith(_TORCH_OR_OURS) or called_by_user_code():
         return
+    lines = {line for *_, line in code.co_lines()}
+    inside = [
+        f" (line {line}: {reason_text(x.text)})"
+        for x in breaks()
+        for file, line in x.places
+        if file == code.co_filename and line in lines
+    ]
+    at = inside[-1] if inside else ""
     warn_once(
         f"{code.co_name} at {code.co_filename}:{code.co_firstlineno} runs in eager on "
-        "every rank: its graph breaks where torch.compile cannot go on, as in a loop "
-        "or a `with`. What it calls is compiled one by one and gathered in between, "
-        "and attention in functions that are not compiled runs in whole on every "
-        "rank; remove the break (torch.compile(..., fullgraph=True) says where it is), "
-        "or compile the modules in the loop themselves"
+        f"every rank: its graph breaks{at} where torch.compile cannot go on, as in a "
+        "loop or a `with`. What it calls is compiled one by one and gathered in "
+        "between, and attention in functions that are not compiled runs in whole on "
+        "every rank; remove the break (torch.compile(..., fullgraph=True) says where "
+        "it is), or compile the modules in the loop themselves"
     )
 
 
@@ -173,17 +182,3 @@ def _is_compiled(module: nn.Module) -> bool:
     cells = getattr(module._compiled_call_impl, "__closure__", None) or ()
     contexts = (cell.cell_contents for cell in cells)
     return any(is_ours(getattr(x, "callback", None)) for x in contexts)
-
-
-def is_ours(callback: Any) -> bool:
-    """Tell whether a callback of Dynamo ends in backend "cp".
-
-    Where a graph is compiled under DDP, a method of DDPOptimizer calls the backend.
-    """
-    while callback is not None:
-        if getattr(callback, "compiler_name", None) == "cp":
-            return True
-        optimizer = getattr(callback, "__self__", None)
-        under_ddp = getattr(optimizer, "backend_compile_fn", None)
-        callback = getattr(callback, "_torchdynamo_orig_backend", under_ddp)
-    return False

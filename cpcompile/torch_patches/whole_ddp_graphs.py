@@ -27,7 +27,7 @@ import torch.fx as fx
 # Private: asked for by Dynamo in each compilation under DDP, seen in torch 2.13.
 from torch._dynamo.backends.distributed import DDPOptimizer
 
-from cpcompile.torch_patches.skipped_frames import is_ours
+from cpcompile.torch_patches.graph_breaks import is_ours
 
 
 @functools.cache

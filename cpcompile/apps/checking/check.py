@@ -26,10 +26,11 @@ from cpcompile.cost.hardware.profile import HardwareProfile, load_profile
 from cpcompile.cost.hardware.selection import profile_for_device
 from cpcompile.errors import InputError
 from cpcompile.options import parse_options
-from cpcompile.reporting.break_texts import place_text, reason_text, way_out
+from cpcompile.reporting.break_texts import place_text, way_out
 from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.graph_report import GraphReport
 from cpcompile.settings import setting
+from cpcompile.torch_patches.graph_breaks import reason_text
 from cpcompile.torch_private import pytree
 
 RANKS = 4  # as cp.verify starts

@@ -23,8 +23,9 @@ from cpcompile.cost.hardware.links import Group, all_gather, all_to_all
 from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.cost.plans.tables import milliseconds
 from cpcompile.reporting.account_lines import MEBIBYTE
-from cpcompile.reporting.break_texts import place_text, reason_text, way_out
+from cpcompile.reporting.break_texts import place_text, way_out
 from cpcompile.reporting.graph_report import GraphReport
+from cpcompile.torch_patches.graph_breaks import reason_text
 
 LEAST_SHARE = 0.05  # of the step; what costs less is not worth a word
 _NAME_IT = 'options={"shard": {"argument": dim}}'

@@ -373,9 +373,8 @@ class _Numbered:
         """
         shape = fake_value(base).shape
         marks = fake_value(mask)
-        own = [0] * (len(shape) - marks.ndim)  # dimensions that the mask has not
         alike = [
-            *own,
+            *[0] * (len(shape) - marks.ndim),  # dimensions that the mask has not
             *(
                 0 if is_same(n, 1) else s
                 for n, s in zip(marks.shape, marks.stride(), strict=True)
@@ -398,7 +397,8 @@ class _Numbered:
             mask
         ).ndim:  # one mark for all: its rows are along a dimension
             mask = self._call(torch.reshape, mask, (1,) * ndim)
-        if not all(map(is_same, fake_value(mask).shape, shape[:ndim])):
+        own = fake_value(mask).shape
+        if len(own) != ndim or not all(map(is_same, own, shape[:ndim])):
             mask = self._call(torch.Tensor.expand, mask, tuple(shape[:ndim]))
         rows = self._call(torch.reshape, source, (-1, *shape[ndim:]))
         return mask, rows, not trailing and ndim > 2

@@ -189,6 +189,16 @@ BROADCAST |= {
         "by entries": lambda x: x.real.detach() > 0,
     }.items()
 }
+# Equally many samples, tokens and channels: which dimension a mask has is its place.
+BROADCAST |= {
+    f"masked_scatter of a cube by {list(shape)}, {dim}": SmallCall(
+        lambda x, shape=shape: x.masked_scatter(torch.arange(5).view(shape) > 2, x * 2),
+        (5, 5, 5)[: max(2, len(shape))],
+        dim,
+    )
+    for shape in ((5,), (5, 1), (1, 5), (5, 1, 1), (1, 5, 1))
+    for dim in (0, 1)
+}
 PADDED = {
     f"{mode} {pad}": SmallCall(lambda x, pad=pad, mode=mode: F.pad(x.mT, pad, mode))
     for mode in ("circular", "reflect", "replicate", "constant")

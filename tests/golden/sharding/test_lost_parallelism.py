@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 
 import pytest
 import torch
@@ -223,6 +224,22 @@ def test_a_function_that_breaks_in_a_loop(mesh, caplog):
     assert "def forward" in linecache.getline(file, int(line))
     assert "attention in functions that are not compiled runs in whole" in text
     assert "fullgraph=True" in text
+
+
+class CountsInLoop(Block):
+    def forward(self, x):
+        for _ in range(2):
+            x = x + self.outer(self.attend(x))
+            x = x * torch.bincount((x[0, :, 0] > 0).long(), minlength=2).sum()
+        return x
+
+
+def test_what_breaks_in_a_loop_is_named(mesh, caplog):
+    run(CountsInLoop(), activations(), mesh=mesh)
+    (text,) = [x for x in warnings(caplog) if "runs in eager on every rank" in x]
+    line = int(re.search(r"breaks \(line (\d+): (.*?)\) where", text)[1])
+    assert "bincount" in linecache.getline(__file__, line)
+    assert ": Dynamic shape operator: aten.bincount.default)" in text
 
 
 def test_without_a_break_in_the_loop_nothing_is_said(mesh, caplog):

@@ -9,9 +9,9 @@ from cpcompile.reporting.break_texts import (
     NESTED,
     REMOVE_IT,
     place_text,
-    reason_text,
     way_out,
 )
+from cpcompile.torch_patches.graph_breaks import reason_text
 
 USER = ("/home/me/train.py", 17)
 LIBRARY = (os.path.join(os.path.dirname(torch.__file__), "nn", "module.py"), 3)
