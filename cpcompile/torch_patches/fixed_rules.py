@@ -1,7 +1,8 @@
 """Fix rules of DTensor that give wrong results (torch 2.13), or that are missing.
 
 Cumulative sums: the rule compares the dimension with the sharded one as it is given, so
-that x.cumsum(-2) of a tensor that is sharded there is computed on each part.
+that x.cumsum(-2) of a tensor that is sharded there is computed on each part. So does
+that of the gradient of x.select(-1, 0), for which other dimensions become longer.
 
 Reductions over an empty list of dimensions, which to torch are all: the rules take it
 for none, and leave the result of a part as if it were of all. The backward of x.amax()
@@ -56,6 +57,7 @@ from cpcompile.geometry.lengths import is_same
 
 aten = torch.ops.aten
 SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+SELECTED = aten.select_backward.default
 BY_ELEMENTS = (
     aten.softplus_backward.default,
     aten.leaky_relu_backward.default,
@@ -94,6 +96,8 @@ def install() -> None:
     for scan in SCANS:
         if scan in rules:
             rules[scan] = _from_the_front(rules[scan])
+    if SELECTED in rules:
+        rules[SELECTED] = _of_selected(rules[SELECTED])
     by_dim = propagator.op_single_dim_strategy_funcs
     for filled in FILLED:
         if filled in rules:
@@ -239,6 +243,16 @@ def _is_same_dim(placement: Any, shape: Any, other: Any) -> bool:
     if not isinstance(placement, _ShardingPlaceholder):
         return False
     return is_same(shape[placement.dim], other[placement.dim])
+
+
+def _of_selected(rule: Any) -> Any:
+    @functools.wraps(rule)
+    def counted(schema: Any) -> Any:
+        gradient, sizes, dim, *rest = schema.args_schema
+        args = (gradient, sizes, dim % len(sizes), *rest)
+        return rule(type(schema)(schema.op, args, schema.kwargs_schema))
+
+    return counted
 
 
 def _from_the_front(rule: Any) -> Any:

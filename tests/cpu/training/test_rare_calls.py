@@ -68,6 +68,7 @@ PICKS = {
     "last by ...": ((2, 7), lambda x: x[..., -1]),
     "third": ((2, 7), lambda x: x[:, 3]),
     "select": ((2, 7), lambda x: x.select(-1, 3)),
+    "select of channels": ((2, 7, 3), lambda x: x.select(-1, 2)),
     "one number": ((2, 7), lambda x: x[0, -1]),
     "of three": ((2, 3, 7), lambda x: x[:, :, -1]),
     "a value head": ((2, 7, 4), lambda x: (x * 2).sum(-1)[:, -1]),
