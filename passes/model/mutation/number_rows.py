@@ -355,12 +355,8 @@ class _Numbered:
                 )
             target = write_rows_ if write.in_place else write_rows
             args = (base, mask, numbers, value, index.dim, write.accumulate)
-            if write.in_place:
-                result = insert_call(
-                    self.graph, target, args, like=node, value=fake_value(base)
-                )
-            else:
-                result = self._call(target, *args)
+            value = fake_value(base if write.in_place else node)
+            result = insert_call(self.graph, target, args, like=node, value=value)
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
