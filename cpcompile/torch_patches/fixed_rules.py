@@ -24,7 +24,8 @@ for all tokens and words.
 
 _unsafe_index, by which interpolate picks rows, has no rule where index has one. DTensor
 tries 720 placements of the operands of a volume instead, and for each the rule of
-index. It tries no more than those with two operands that are not replicated here.
+index. Of many it tries no more here than those in which at most two operands are not
+replicated, or all of these lie alike.
 
 Shifts of bits, `x >> 4`, return x: DTensor takes `__rshift__` for a call in place, by
 the end of its name.
@@ -153,13 +154,15 @@ def _few(candidates: Any) -> Any:
         every = candidates(schema)
         if len(every) <= _MOST_CANDIDATES:
             return every
-        return [x for x in every if len(x) - sum(map(_is_whole, x)) <= 2]
+        return [x for x in every if _is_likely(x)]
 
     return few
 
 
-def _is_whole(placement: Any) -> bool:
-    return placement is None or placement.is_replicate()
+def _is_likely(placements: Any) -> bool:
+    """Tell whether at most two operands are not replicated, or all of these alike."""
+    split = [p for p in placements if p is not None and not p.is_replicate()]
+    return len(split) <= 2 or len(set(split)) == 1
 
 
 def _add_group_norm_backward(propagator: Any) -> None:

@@ -358,9 +358,10 @@ def cp_write_everywhere(
     return x
 
 
-def cp_renorm(x: DTensor, ids: Tensor, max_norm: float, norm_type: float) -> DTensor:
-    """Scale the rows of a replicated table that `ids` name, as F.embedding does."""
+def cp_renorm(x: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Scale the rows of a table that `ids` name, as F.embedding does, on every rank."""
     whole = ids.full_tensor() if isinstance(ids, DTensor) else ids
     with torch.no_grad():
-        torch.embedding_renorm_(x._local_tensor, whole, max_norm, norm_type)
+        table = x._local_tensor if isinstance(x, DTensor) else x
+        torch.embedding_renorm_(table, whole, max_norm, norm_type)
     return x
