@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.errors import RewriteError
@@ -26,7 +25,7 @@ from ...graph.effects import is_in_place
 from ...graph.loss_calls import ELEMENTWISE, OF_CLASSES
 from ...graph.memory_order import memory_order
 from ...graph.mixer_calls import mixed_in_parts
-from ...graph.new_call import NewCall, with_inputs
+from ...graph.new_call import NewCall
 from ...graph.nodes import fake_value, where
 from ...graph.origins import origin
 from ...graph.sequence_tokens import (
@@ -38,7 +37,6 @@ from ...graph.sequence_tokens import (
     own_queries,
 )
 from ...placement.decisions import (
-    Again,
     Decision,
     FallBack,
     Plain,
@@ -54,11 +52,9 @@ from ...placement.placement_calls import (
     cp_mean,
     cp_mixed_in_parts,
     cp_prelu,
-    cp_renorm,
     cp_repeat,
     cp_replicate,
     cp_shard,
-    cp_take,
     cp_unreduced,
     cp_whole_keys,
 )
@@ -76,6 +72,7 @@ from ..mutation.position_rows import FUNCTIONAL, rows_at
 from ..mutation.write_rules import in_place, write_part
 from ..normalize.pad_convolutions import CONVOLUTIONS, convolution
 from .flattened_tokens import flattened_tokens
+from .look_up_rules import RULES as OF_LOOK_UPS
 from .norm_rules import RULES as OF_NORMS
 from .product_rules import (
     linear,
@@ -146,40 +143,6 @@ def decide(graph_values: GraphValues, node: fx.Node, distributed: bool) -> Decis
     return decision or (Propagate() if distributed else Plain())
 
 
-def embedding(graph_values: GraphValues, node: fx.Node) -> Decision | None:
-    """Shard the ids of an embedding, so that looked-up vectors are sharded.
-
-    Token and position ids are plain up to here.
-
-    Raises: RewriteError for a sparse gradient, which no collective adds up.
-    """
-    arguments = canonical_call(node).arguments
-    ids, weight = arguments["input"], arguments["weight"]
-    trained = graph_values.ctx.backward and graph_values.value(weight).requires_grad
-    if arguments["sparse"] and trained:
-        raise RewriteError(
-            f"embedding at {where(node)} has sparse=True, and ranks cannot add up "
-            "sparse gradients; needed sparse=False, with an optimizer that takes dense "
-            "gradients"
-        )
-    if arguments.get("max_norm") is not None:
-        norms = (ids, arguments["max_norm"], arguments["norm_type"])
-        written = NewCall(cp_renorm, (weight, *norms))
-        rest = (arguments["padding_idx"], None, 2.0, arguments["scale_grad_by_freq"])
-        return Again(NewCall(F.embedding, (ids, written, *rest)))
-    if arguments["scale_grad_by_freq"] and trained:
-        return FallBack("its gradient is divided by how often a word is in all tokens")
-    sharded: fx.Node | NewCall | None = graph_values.sharded_ids.get(ids)
-    dim = graph_values.sequence_dims.get(ids)
-    if isinstance(graph_values.value(ids), DTensor):
-        return None
-    if sharded is None:
-        if dim is None or dim.outer > 1:
-            return None  # DTensor looks up a whole batch of flattened ids at once
-        sharded = NewCall(cp_shard, (ids, graph_values.on, dim.dim))
-    return Propagate(with_inputs(node, lambda x: sharded if x is ids else x))
-
-
 def concatenate(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """Leave 1-D empty tensors, as caches begin, out of torch.cat.
 
@@ -216,18 +179,6 @@ def sgn(known: GraphValues, node: fx.Node) -> Decision | None:
     if not isinstance(known.value(x), DTensor) or known.value(x).is_complex():
         return None
     return Replace(NewCall(torch.sign, (x,)))
-
-
-def take(known: GraphValues, node: fx.Node) -> Decision | None:
-    """Take entries of gathered values by an index of one dimension.
-
-    Inductor's take asks for the value of an index without dimensions.
-    """
-    given = canonical_call(node).arguments
-    if not isinstance(known.value(given["input"]), DTensor):
-        return None
-    entries = NewCall(cp_take, (given["input"], given["index"]))
-    return FallBack("DTensor has no sharding rule for take", entries)
 
 
 def prelu(known: GraphValues, node: fx.Node) -> Decision | None:
@@ -445,7 +396,7 @@ RULES: dict[str, ShardingRule] = {
             convolution(known, node) or strided_convolution(known, node)
         ),
     ),
-    "embedding": embedding,
+    **OF_LOOK_UPS,
     **dict.fromkeys(OF_CLASSES, class_loss),
     **dict.fromkeys(ELEMENTWISE, elementwise_loss),
     "matmul": lambda known, node: (
@@ -458,7 +409,6 @@ RULES: dict[str, ShardingRule] = {
     **dict.fromkeys(("logsigmoid", "log_sigmoid"), log_sigmoid),
     "prelu": prelu,
     "sgn": sgn,
-    "take": take,
     "dropout": dropout,
     "unfold": unfold,
     "repeat": repeat,
