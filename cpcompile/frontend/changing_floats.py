@@ -175,6 +175,8 @@ def _call_with_tensor(node: fx.Node, floats: set[fx.Node]) -> None:
     with graph.inserting_before(node):
         cast = insert_call(graph, _TO, (number, dtype), like=node, value=converted)
     node.replace_input_with(number, cast)
+    if name in ("add", "mul"):  # in this order aten keeps all digits of a number
+        node.args = (tensor, cast)
     dtype = torch.result_type(like, torch.empty((), dtype=dtype, device="meta"))
     if not compared and not is_in_place(node) and dtype != result.dtype:
         with graph.inserting_after(node):

@@ -206,3 +206,54 @@ def test_few_rows(pools):
     """No row, and one, are programs of their own in torch.compile."""
     for _, _, found in pools[2].run(run_rows, [3, 4, 1, 5, 0, 6], 12, timeout=120):
         check(found)
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64)
+
+
+def arithmetic(x: Tensor, factor: float) -> list[Tensor]:
+    """Every kind of call, of tokens and of one number, which has no dimensions."""
+    one = x[0, 0, 0] * 1
+    found = []
+    for y in (x, one):
+        found += [y * factor, factor * y, y + factor, y - factor, factor - y]
+        found += [y / factor, y > factor, factor >= y, y == factor]
+    written = one.float().to(x.dtype) if x.is_floating_point() else one.float()
+    written *= factor
+    return [*found, written]
+
+
+def _is_near(got: Tensor, wanted: Tensor) -> bool:
+    """Tell whether bits are equal; of 16 of them, whether the last may be rounded.
+
+    For numbers without dimensions aten rounds the float to the dtype before it adds.
+    """
+    if wanted.dtype not in (torch.bfloat16, torch.float16) or wanted.dim():
+        return torch.equal(got, wanted)
+    limit = torch.finfo(wanted.dtype).eps * (wanted.abs().float() + 1)  # floats are < 1
+    return bool((got.float() - wanted.float()).abs() <= limit)
+
+
+def run_arithmetic(dtype: torch.dtype) -> list[str]:
+    """Which results have another dtype, or other bits, than in eager."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(3)
+    x = (torch.randn(2, 12, 3, generator=generator) * 7).to(dtype)
+    step = torch.compile(
+        arithmetic, backend="cp", options=options() | {"shard": {"x": 1}}
+    )
+    wrong = []
+    for factor in (0.1, 0.3, 1 / 3):
+        for place, (got, wanted) in enumerate(
+            zip(step(x, factor), arithmetic(x, factor), strict=True)
+        ):
+            if got.dtype != wanted.dtype or not _is_near(got, wanted):
+                wrong.append(f"{place}, {factor}: {got.dtype}, not {wanted.dtype}")
+    assert counters["stats"]["unique_graphs"] >= 2
+    return wrong
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_float_that_changes_has_the_dtype_of_a_number(pools, dtype):
+    assert pools[2].run(run_arithmetic, dtype, timeout=90) == [[], []]
