@@ -126,6 +126,7 @@ _EDGES = "passes.model.sharding.graph_edges"
 _LOSSES = "passes.model.sharding.sharded_losses"
 _REPLAY = "apps.verification.replay.stands_for"
 _RULES = "passes.model.sharding.sharding_rules"
+_LOOK_UPS = "passes.model.sharding.look_up_rules"
 _VALUES = "passes.placement.graph_values"
 _WRITER = "passes.placement.graph_writer"
 
@@ -139,7 +140,7 @@ FAULTS = {
     ],
     "stale positions": [
         (module, "cp_shard", positions_of_the_first_rank)
-        for module in (_EDGES, _RULES, _VALUES)
+        for module in (_EDGES, _RULES, _LOOK_UPS, _VALUES)
     ]
     + [(_REPLAY, "_PLACING", with_faulty_shard)],
     "dropped padding": [
