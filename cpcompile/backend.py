@@ -16,8 +16,7 @@ from cpcompile.errors import (
 )
 from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.changing_floats import floats_are_tensors
-from cpcompile.frontend.frame_chunks import run_with_room
-from cpcompile.frontend.gc_threshold import collected_rarely
+from cpcompile.frontend.interpreter_state import gc_paused, with_large_stack
 from cpcompile.frontend.request import agreed_request
 from cpcompile.logs import warn_once
 from cpcompile.ops.mixers.keep_mixers import is_known, keep
@@ -90,7 +89,7 @@ def cp(
         # The backward of what is compiled already: its tensors are local ones.
         return compile_inner(gm, list(example_inputs), parse_options(options, mode))
     with (
-        collected_rarely(),
+        gc_paused(),
         tracing.backend_runs(),
         local_memory.copied_if_need_be(),
         redistribute_plans.plans_are_kept(),
@@ -105,7 +104,7 @@ def cp(
             named = request.outputs
             spread = keep_named(gm, named) if named is not None else None
             if isinstance(request, Options):  # nothing is sharded
-                compiled = run_with_room(
+                compiled = with_large_stack(
                     lambda: compile_inner(gm, list(example_inputs), request)
                 )
             else:
@@ -113,7 +112,7 @@ def cp(
                     skipped_frames.sharded[frame.code] = request.options.strict
                 attempts = Attempts(gm, example_inputs, request, frame)
                 with floats_are_tensors():
-                    compiled = run_with_room(attempts.compile)
+                    compiled = with_large_stack(attempts.compile)
             return compiled if spread is None else lambda *x: spread(compiled(*x))
 
 

@@ -25,7 +25,7 @@ from cpcompile.ops.comm.communication import span
 from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import SHAPES, Options
 from cpcompile.passes.graph.graph_pass import PassRun
-from cpcompile.passes.joint.saving.saving_options import saving_of, warn_of_budget
+from cpcompile.passes.joint.saving.save_by_budget import saving_of, warn_of_budget
 from cpcompile.passes.joint.tiling.tiling_options import tiling_of, warn_of_no_tiles
 from cpcompile.passes.local.folding.folding_options import folding_of
 from cpcompile.passes.model.masks.constant_buffers import freeze_buffers

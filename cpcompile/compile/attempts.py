@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.compile.assembly import CompiledCallable, assemble
-from cpcompile.compile.fallbacks import attempt_with_fallbacks
 from cpcompile.errors import (
     DropoutError,
     InputError,
     OptionError,
     RingOverlapError,
+    TraceError,
 )
 from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.changing_floats import begin_anew_without_floats
@@ -38,9 +40,21 @@ from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from cpcompile.passes.model.sharding.program_outputs import gather_limit
 from cpcompile.passes.pipeline import MODEL, run_passes
 from cpcompile.passes.rewrites import Rewrite, replacements
-from cpcompile.ranks.agreement import all_gather_text, attempt, check_agreement
+from cpcompile.ranks.agreement import (
+    COMPILE_TIMEOUT_SECONDS,
+    Attempt,
+    all_gather_text,
+    attempt,
+    check_agreement,
+)
+from cpcompile.ranks.text_exchange import Message, exchange
 from cpcompile.settings import setting
 from cpcompile.torch_patches import symbolic_tracing
+
+T = TypeVar("T")
+
+# Layers repeat, so that as many may fail one after another as there are layers.
+_MAX_RETRIES = 64
 
 # Errors that no other way of compilation avoids.
 _FOR_THE_USER = (InputError, OptionError, DropoutError, RingOverlapError)
@@ -134,7 +148,7 @@ class Attempts:
         If cpcompile refuses, or torch cannot compile, on whichever rank, the error is
         kept as the problem.
         """
-        tried = attempt_with_fallbacks(
+        tried = _attempt_with_fallbacks(
             self.request.group, self._with_fallbacks, _FOR_THE_USER, self._doing
         )
         self.problem = tried.problem
@@ -246,3 +260,43 @@ class Attempts:
             compare=lambda items: check_agreement(request.group, items, doing),
             all_gather_text=lambda text: all_gather_text(request.group, text, doing),
         )
+
+
+def _attempt_with_fallbacks(
+    group: ProcessGroup,
+    make: Callable[[dict[str, str]], tuple[T, dict[str, str]]],
+    final: tuple[type[Exception], ...],
+    doing: str,
+) -> Attempt[T]:
+    """Run `agreement.attempt` as often as it ends with a call that can be gathered.
+
+    A call's backward may meet a gradient in a form that its trial did not try, and only
+    AOTAutograd sees that. Then the passes run once more on the untouched graph, and
+    compute that call on gathered tensors. Uneven shards may differ on the ranks, and so
+    may what they cannot do: what one rank has to gather, all gather.
+
+    Args:
+        make: takes the calls to gather, by `name_origin`, with the reason for each.
+    """
+    gathered: dict[str, str] = {}
+    for _ in range(_MAX_RETRIES):
+        to_gather = dict(gathered)
+        tried = attempt(group, lambda: (*make(to_gather), ""), final, doing)  # noqa: B023
+        if tried.problem is None:
+            return tried
+        new_calls = _of_all_ranks(group, tried.problem, doing)
+        if new_calls.keys() <= gathered.keys():
+            return tried
+        gathered |= new_calls
+    return tried
+
+
+def _of_all_ranks(
+    group: ProcessGroup, problem: Exception, doing: str
+) -> dict[str, str]:
+    mine = {}
+    if isinstance(problem, TraceError):
+        mine = {problem.call: problem.reason}
+    message = Message(json.dumps(mine))
+    messages = exchange(group, message, COMPILE_TIMEOUT_SECONDS, doing)
+    return {k: v for message in messages for k, v in json.loads(message.text).items()}

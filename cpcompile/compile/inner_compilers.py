@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.fx as fx
 
 from cpcompile.accounting.read import Accounting
-from cpcompile.compile.aot_eager import aot_eager
+from cpcompile.compile.no_computation import returns_zeros
 from cpcompile.options import SHAPES, Options
 from cpcompile.passes.joint.saving.save_by_budget import SavingBudget, save_by_budget
 from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.passes.local.folding.folding_options import Folding
+from cpcompile.passes.pipeline import JOINT, run_passes
 from cpcompile.progress import phase
 from cpcompile.torch_patches import lost_writes, saved_values, tracing
-from cpcompile.torch_private.aot_autograd import functorch_config
+from cpcompile.torch_private.aot_autograd import (
+    aot_autograd,
+    boxed_nop,
+    functorch_config,
+    min_cut_rematerialization_partition,
+)
+
+GraphReader = Callable[[fx.GraphModule, bool], None]
 
 
 def compile_inner(
@@ -59,9 +67,49 @@ def compile_inner(
     ):
         if options.inner in ("aot_eager", SHAPES):
             runs = options.inner != SHAPES
-            return aot_eager(gm, inputs, tiling, accounting.read, runs)
+            return _aot_eager(gm, inputs, tiling, accounting.read, runs)
         from cpcompile.compile.compile_local import (
             compile_local,  # Inductor is slow to import
         )
 
         return compile_local(gm, inputs, options.mode, tiling, folding, accounting)
+
+
+def _aot_eager(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    tiling: Tiling,
+    read: GraphReader = lambda module, is_backward: None,
+    runs: bool = True,
+) -> Callable[..., Any]:
+    """Compile as torch's backend "aot_eager" does, with passes on the joint graph.
+
+    read: gets every graph as it runs, and whether it is a backward.
+    runs: whether graphs run; otherwise each returns zeros of the right shapes.
+    """
+    finish = boxed_nop if runs else returns_zeros
+
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        run_passes(joint, JOINT, tiling)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    def inference(forward: fx.GraphModule, inputs: Any) -> Any:
+        run_passes(forward, JOINT, tiling)
+        return compile_forward(forward, inputs)
+
+    def compile_forward(module: fx.GraphModule, inputs: Any) -> Any:
+        read(module, False)
+        return finish(module, inputs)
+
+    def compile_backward(module: fx.GraphModule, inputs: Any) -> Any:
+        read(module, True)
+        return finish(module, inputs)
+
+    compiled: Callable[..., Any] = aot_autograd(
+        fw_compiler=compile_forward,
+        bw_compiler=compile_backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )(gm, inputs)
+    return compiled

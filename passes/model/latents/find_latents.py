@@ -25,7 +25,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.cost.latent_prices import LatentPrices, latent_prices
+from cpcompile.cost.latents import LatentPrices, latent_prices
 from cpcompile.cost.plans import Latents, Strategy
 
 from ...flow.dim_rules import dim_map, product_map

@@ -8,7 +8,7 @@ import pytest
 
 import cpcompile as cp
 from cpcompile.cost.choose import choose
-from cpcompile.cost.latent_prices import latent_prices
+from cpcompile.cost.latents import latent_prices
 from cpcompile.cost.plans import Direction, Latents, Strategy, Workload
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.errors import RewriteError

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from cpcompile.frontend.gc_threshold import collected_rarely
+from cpcompile.frontend.interpreter_state import gc_paused
 
 
 @pytest.fixture
@@ -16,9 +16,9 @@ def threshold():
 
 def test_looks_rarely_inside_and_as_before_after_an_error(threshold):
     threshold(700, 11, 12)
-    with pytest.raises(KeyError), collected_rarely():
+    with pytest.raises(KeyError), gc_paused():
         assert gc.get_threshold() == (50_000, 11, 12)
-        with collected_rarely():
+        with gc_paused():
             pass
         assert gc.get_threshold() == (50_000, 11, 12)
         raise KeyError
@@ -28,5 +28,5 @@ def test_looks_rarely_inside_and_as_before_after_an_error(threshold):
 @pytest.mark.parametrize("mine", [(0, 10, 10), (80_000, 10, 10)])
 def test_what_the_user_has_set_higher_stays(threshold, mine):
     threshold(*mine)
-    with collected_rarely():
+    with gc_paused():
         assert gc.get_threshold() == mine

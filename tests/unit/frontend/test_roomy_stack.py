@@ -1,10 +1,10 @@
-"""No call inside of run_with_room maps memory for its frame, however deep it stands."""
+"""No call inside of with_large_stack maps memory for its frame, at any depth."""
 
 import resource
 
 import pytest
 
-from cpcompile.frontend.frame_chunks import run_with_room
+from cpcompile.frontend.interpreter_state import with_large_stack
 
 
 def leaf(n):
@@ -22,11 +22,11 @@ def faults(depth, calls=500):
 
 
 def test_no_depth_maps_memory_in_each_call():
-    found = run_with_room(lambda: [faults(depth) for depth in range(400)])
+    found = with_large_stack(lambda: [faults(depth) for depth in range(400)])
     assert max(found) < 250  # 500 and more where a piece of the stack ends
 
 
 def test_results_and_errors_pass():
-    assert run_with_room(lambda: run_with_room(lambda: 3)) == 3
+    assert with_large_stack(lambda: with_large_stack(lambda: 3)) == 3
     with pytest.raises(KeyError, match="x"):
-        run_with_room(lambda: {}["x"])
+        with_large_stack(lambda: {}["x"])
