@@ -53,46 +53,49 @@ def measure_changed(wanted: list[Case]) -> list[Figures]:
 
 
 def markdown(wanted: list[Case], figures: list[Figures]) -> str:
-    """Write the report: the defaults first, then every candidate."""
-    lines = [
-        "# Step kernels, compiled ahead of time",
-        "",
-        f"triton {triton.__version__}; chunks of {TOKENS} tokens, {HEADS} query and "
-        f"{KV_HEADS} key heads, with incoming accumulators. Printed by "
-        "`tools/in_venv python -m tools.bench aot`; nothing ran. Registers are per "
-        "thread, spills count the instructions that store a register to memory "
-        "(gfx942: spilled registers), products the matrix instructions in the code "
-        "(HMMA; HGMMA on sm90, UTC*MMA on sm100, MFMA on gfx942). A tile is query "
-        "rows x keys.",
-    ]
-    for title, keep in (("Defaults", True), ("Candidates of autotuning", False)):
-        lines += ["", f"## {title}", "", *_table(wanted, figures, keep)]
-    return "\n".join(lines) + "\n"
-
-
-def _table(wanted: list[Case], figures: list[Figures], default: bool) -> list[str]:
-    columns = "arch kernel dtype D tile warps stages mask registers spills KB products"
-    rows: list[list[object]] = []
+    """Write the report: one row for all cases of a kernel and a dtype."""
+    rows: dict[tuple[object, ...], list[Figures]] = {}
     for case, found in zip(wanted, figures, strict=True):
-        if case.is_default == default:
-            config = case.config
-            rows.append(
-                [
-                    case.architecture,
-                    case.kernel.value,
-                    DTYPES[case.dtype],
-                    case.dim,
-                    f"{config.block_m} x {config.block_n}",
-                    config.num_warps,
-                    config.num_stages,
-                    case.visible,
-                    found.registers,
-                    found.spills,
-                    f"{found.shared_bytes / 1024:.0f}",
-                    found.error or found.products,
-                ]
-            )
-    return markdown_table(columns.split(), rows)
+        config = "default" if case.is_default else "candidates"
+        kernel = (case.architecture, case.kernel.value, DTYPES[case.dtype])
+        rows.setdefault((*kernel, config), []).append(found)
+    return "\n".join(
+        [
+            "# Step kernels, compiled ahead of time",
+            "",
+            f"triton {triton.__version__}; chunks of {TOKENS} tokens, {HEADS} query "
+            f"and {KV_HEADS} key heads, with incoming accumulators. Printed by "
+            "`tools/in_venv python -m tools.bench aot`; nothing ran. A row is of all "
+            "cases of a kernel: head dims, masks, changes of scores and, of the "
+            "candidates of autotuning, tiles, warps and stages. Registers are the most "
+            "per thread, spills the most instructions that store a register to memory "
+            "(gfx942: spilled registers), KB the most shared memory, products the "
+            "fewest matrix instructions in the code (HMMA; HGMMA on sm90, UTC*MMA on "
+            "sm100, MFMA on gfx942). [The record](aot.json) has every case.",
+            "",
+            *markdown_table(_COLUMNS, [_row(key, of) for key, of in rows.items()]),
+            "",
+        ]
+    )
+
+
+_COLUMNS = (
+    *("arch", "kernel", "dtype", "configs", "cases"),
+    *("registers", "spills", "KB", "products", "failed"),
+)
+
+
+def _row(key: tuple[object, ...], figures: list[Figures]) -> list[object]:
+    compiled = [found for found in figures if not found.error]
+    shared = max((found.shared_bytes for found in compiled), default=0)
+    return [
+        *(*key, len(figures)),
+        max((found.registers for found in compiled), default=0),
+        max((found.spills for found in compiled), default=0),
+        f"{shared / 1024:.0f}",
+        min((found.products for found in compiled), default=0),
+        len(figures) - len(compiled),
+    ]
 
 
 def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
