@@ -16,7 +16,7 @@ from tools.results import RESULTS, ROOT, markdown_table
 PAGE = ROOT / "docs" / "compatibility.md"
 RECORD = RESULTS / "compatibility.json"
 
-# Column -> which runs of a case it sums up; each run is in the first that takes it.
+# Kind -> which runs of a case it sums up; each run is in the first that takes it.
 COLUMNS: dict[str, Callable[[Outcome], bool]] = {
     "nothing named": lambda o: not o.setting.annotated,
     "4 ranks": lambda o: o.setting.world >= 4 and o.setting.length is None,
@@ -53,6 +53,7 @@ its plain one, plus four roundings of a tensor's largest value. Written by
   what mixes tokens by other means, known functions or parts of the graph, in a step
   that forces each way to share it: so many of all that there are. A short convolution
   needs a few tokens of the rank before, and is not counted. "-": there is none.
+- runs: "exact" if all of the following kinds are; others are named.
 - train: one step on 2 ranks, strategy auto. eval: a forward under `torch.no_grad()`.
 - calls: two steps whose gradients add up, the second with other values, masks and
   length, then a forward in eval mode, all with one compiled model.
@@ -66,10 +67,10 @@ its plain one, plus four roundings of a tensor's largest value. Written by
   sequences as tokens, or four sequences.
 - nothing named: a step with only `options={{"mesh": mesh}}`.
 - inductor: a training step with the default inner compiler, for some models also a
-  forward, and of models with sequence mixers for some; all other columns use aot_eager.
+  forward, and of models with sequence mixers for some; all other kinds use aot_eager.
 - error: the largest error of all exact runs. gathered: calls in a training step that
   DTensor cannot shard, and that run on gathered tensors with a warning each.
-- Numbers in brackets refer to the notes below. An empty cell was not run.
+- Numbers in brackets refer to the notes below.
 - `small_gpt` is a GPT like that of nanoGPT, which is not a package, `min_gpt` like that
   of minGPT. torchtitan is not included, because it cannot be imported without the
   requirements of its trainer (tyro, datasets, torchdata); `flex_decoder` is like its
@@ -94,7 +95,7 @@ def markdown(record: dict[str, Any]) -> str:
         }
         rows = [_row(name, runs, notes) for name, runs in by_case.items() if runs]
         if rows:
-            header = ("model", "attention", "mixers", *ORDER, "error", "gathered")
+            header = ("model", "attention", "mixers", "runs", "error", "gathered")
             lines += ["", f"## {family[0].upper()}{family[1:]}", ""]
             lines += markdown_table(header, rows)
     if notes:
@@ -122,7 +123,7 @@ def _row(name: str, runs: list[Outcome], notes: list[str]) -> list[str]:
     for run in runs:
         column = next(c for c, takes in COLUMNS.items() if takes(run))
         groups[column].append(run)
-    cells = [_cell(groups[column], notes) for column in ORDER]
+    outcomes = {column: _cell(groups[column], notes) for column in ORDER}
     exact = [o.error for o in runs if o.verdict is Verdict.EXACT]
     step = next(iter(groups["train"]), None)
     attention = gathered = ""
@@ -132,7 +133,17 @@ def _row(name: str, runs: list[Outcome], notes: list[str]) -> list[str]:
     if step is not None and step.verdict is Verdict.REFUSED:
         attention = ""
     error = f"{max(exact):.0e}" if exact else ""
-    return [name, attention, _mixers(runs), *cells, error, gathered]
+    return [name, attention, _mixers(runs), _joined(outcomes), error, gathered]
+
+
+def _joined(outcomes: dict[str, str]) -> str:
+    """Write what came out, such as "exact; not run: inductor"."""
+    groups: dict[str, list[str]] = {"exact": []}
+    for column, outcome in outcomes.items():
+        groups.setdefault(outcome or "not run", []).append(column)
+    exact = groups.pop("exact")
+    words = [f"{outcome}: {', '.join(names)}" for outcome, names in groups.items()]
+    return "; ".join(["exact", *words] if exact else words)
 
 
 def _mixers(runs: list[Outcome]) -> str:
