@@ -13,7 +13,7 @@ from typing import Any
 import torch.fx as fx
 import torch.nn.functional as F
 
-# Private, in torch 2.11 to 2.13: what the deprecated size_average and reduce mean.
+# Private, seen in 2.11 to 2.13: what the deprecated size_average and reduce mean.
 from torch.nn import _reduction
 
 from .calls import Call, canonical_call

@@ -8,6 +8,8 @@
 
 Without it the backward runs the function again. In a region of a checkpoint the
 partitioner copies the forward into the backward, and drops the first one's token.
+Copies are recorded, because compilers write to memory that they need no more. If the
+operands of the backward are others (moved, computed again), the function runs again.
 """
 
 from __future__ import annotations

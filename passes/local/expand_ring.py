@@ -11,7 +11,8 @@
 Inductor then sees the steps: it fuses what stands around them, lowers each through its
 template, and keeps the messages in flight while steps run. What is traced is the
 function that the operator itself runs, so that both are the same ring. The graph has
-the same calls on every rank; the rank enters as integers.
+the same calls on every rank; the rank enters as integers. By default up to 128 steps of
+a graph are unrolled; rings under a mask of a symbolic length stay one operator.
 """
 
 from __future__ import annotations

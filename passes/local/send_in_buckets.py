@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-# Private, probed in inductor_compat.py.
+# Private, seen in 2.13 to 2.15, probed in inductor_compat.py.
 from torch._inductor.fx_passes import bucketing
 from torch._inductor.pattern_matcher import stable_topological_sort
 

@@ -11,6 +11,9 @@ it knows nothing of losses and layers: a region is what makes and reads large va
 and is token-wise. A region whose gradients follow from one number computes them in the
 forward; others run forward and backward, which computes again what the forward made.
 
+Left alone: values of symbolic size, calls without a rule in flow/dim_rules, regions
+that would gain nothing.
+
 A tile is one function, torch's invoke_subgraph, that is compiled once and called for
 each tile.
 """

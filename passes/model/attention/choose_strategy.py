@@ -1,6 +1,13 @@
 """Choose a strategy for every attention call that can be rewritten.
 
-AttentionCall  ->  Plan(chosen=ring, candidates=[ring 1.2 ms, all_gather 1.4 ms, ...])
+    AttentionCall  ->  Plan(chosen=ring, candidates=[ring 1.2 ms, all_gather 1.4 ms])
+
+Sizes are global, and the time is that of the slowest rank, with the backward if there
+is one. Each call has its own plan; one of a symbolic length is guarded by the interval
+of lengths in which it stays the best (strategy_guard). Calls that are causal or have a
+mask are planned in a balanced layout too, as if it were free: lay_out_tokens finds what
+it costs. Raises RewriteError if a forced strategy is excluded, or no candidate fits the
+memory budget.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@
 
 Calls inside activation-checkpoint regions are found as well. `inline_attention_modules`
 runs before, so that calls inside of multi_head_attention_forward are visible here.
+
+A call with an `obstacle` (a mask together with is_causal=True, dropout of 1, heads that
+cannot be grouped, a transform of torch.func around it) has its tokens sharded up to
+there; then it raises, or is gathered if not strict. One that is `left_alone` is right
+as it is: it is sharded on heads or batch alone.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ To send the latent and to compute k and v of all tokens on every rank may take l
 than to send these, and takes less memory. Which values to gather is a minimum cut of
 the calls that make k and v token by token: bytes before it against work after it.
 
+At most 64 calls are followed back. What is gathered has less than half of the bytes of
+k and v. Never followed: random numbers, writes, attention, calls that move tokens.
+
 Correctness does not depend on what is found here: whatever is gathered, all that
 follows is computed on the whole sequence.
 """

@@ -1,11 +1,16 @@
 """Make a graph of P tokens right where only the first S of them are real.
 
-where: l_tokens_ [2, P], l_labels_ [2, P], cp_real_length = S
-loss = cross_entropy(view, l_labels_)
-  ->
-arange = arange(P); lt = lt(arange, cp_real_length)
-where = where(lt, l_labels_, -100)
-loss = cross_entropy(view, where)
+    loss = cross_entropy(view, l_labels_)           # [2, P]; cp_real_length = S
+      ->
+    arange = arange(P); lt = lt(arange, cp_real_length)
+    where = where(lt, l_labels_, -100)
+    loss = cross_entropy(view, where)
+
+See Note [Padded lengths]. token_reader.py follows the tokens from inputs to results,
+and has the rules of calls that a flow does not prove. What is refused (a convolution
+with a stride, a sort over tokens, products of all pairs, floats computed of the number
+of tokens) is logged, and the graph is compiled for its length alone; so it is where an
+input is a DTensor.
 """
 
 from __future__ import annotations

@@ -7,7 +7,13 @@
 
 A call that brings tokens together, such as a cumulative sum, a scan or a recurrence,
 would run in full on every rank. Where it treats every entry of another dimension by
-itself, ranks share these out: heads, channels, rows of a batch.
+itself, ranks share these out: heads, channels, rows of a batch. Which calls, is a
+minimum cut (Note [Exchanged or not]). A dimension has a part for every rank; what all
+entries read is gathered if that is cheap. A recurrence with an affine state may stay
+split along the tokens and pass on its states instead, which the cut compares.
+
+`exchanged` only says where values lie: shard_graph makes it an all-to-all, and DTensor
+decides on every call in between, so that a wrong class costs time, never a number.
 """
 
 from __future__ import annotations

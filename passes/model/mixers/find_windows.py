@@ -7,7 +7,8 @@
 
 Where the tokens of an input end in the batch of an attention call, and not in its
 sequence, every rank has whole windows: rows of a grid, frames, blocks. Such a call
-needs no message. It would be taken for attention over a sequence of 16 tokens.
+needs no message. It would be taken for attention over a sequence of 16 tokens. Not for
+programs for many lengths.
 """
 
 from __future__ import annotations

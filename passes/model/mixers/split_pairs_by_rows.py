@@ -10,7 +10,8 @@ Both operands of such a product have tokens, and a rank needs all of one of them
 DTensor would bring the smaller one, or what is smaller after it was expanded, and what
 chooses keys for a query would then have the keys of a rank. A call that brings together
 all keys of a query, but no queries (topk, a softmax, a sort), tells which operand has
-the keys.
+the keys. Left alone: sums over the keys, products with parameters, and what brings
+together neither or both.
 """
 
 from __future__ import annotations

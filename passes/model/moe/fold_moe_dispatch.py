@@ -13,6 +13,11 @@ This is the dispatch of a mixture of experts. The call means the same on all tok
 on the tokens of each rank. shard_graph runs it on the latter, and nothing is sent.
 Counts of tokens per expert that are read elsewhere, for an auxiliary loss, are summed
 over the ranks.
+
+Not folded, and gathered with a warning: rows that are read in sorted order outside of
+the region, calls that combine rows (cumsum, a mean over tokens), random numbers, groups
+that are not those of the sort. With a symbolic number of tokens these raise
+LengthNotSymbolic, and the graph is compiled for its length.
 """
 
 from __future__ import annotations

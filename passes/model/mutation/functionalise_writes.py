@@ -10,7 +10,9 @@ another name of the memory is read later, the write goes to a copy, the tensor t
 the memory is made anew with the copy in its place, and later readers of its views read
 the same views of the new one. Memory of arguments stays as it is: the caller sees what
 is written there. Values that are not floating-point numbers are not sharded, so that
-writes to them need not be seen.
+writes to them need not be seen. Bodies of an autograd.Function that write are traced
+into calls that do not (functions/function_bodies), and results of `out=` are copied
+there (copy_into_out). Never raises: shard_graph refuses what is left.
 """
 
 from __future__ import annotations

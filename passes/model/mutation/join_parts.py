@@ -8,6 +8,8 @@
 
 Where parts of one dimension cover all of it, nothing of the new tensor is left. The
 join says what the writes hide from all passes after this one: where values come from.
+Left alone: parts that overlap or leave entries, numbers, what is broadcast, a tensor
+that is read in between, writes under no_grad.
 """
 
 from __future__ import annotations

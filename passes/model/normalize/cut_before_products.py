@@ -11,6 +11,10 @@ product and loss there is no movement then, so that they run in tiles together; 
 `logits[:, -1:]` only what is read is computed. Where the cut ends may be a symbol, such
 as the length of the completions in GRPO.
 
+Every call from the product to the cut treats each token by itself, and the product
+makes at least twice as many numbers as it reads of the tokens. Left alone: views in
+between, dropout, a cut of the last dimension, slices by tensors.
+
 Legend: B batch, S tokens, D width, V vocabulary.
 """
 

@@ -5,7 +5,9 @@
     k [B, G, S, D] -> attention with enable_gqa
 
 Without it each rank would send H / G copies of every key. A repetition is folded where
-query head h is proved to read key head h // (H / G), of k and of v alike.
+query head h is proved to read key head h // (H / G), of k and of v alike. A chain in
+which the copies are the outer factor, `repeat(1, n, 1, 1)` of several heads, has
+another order, and stays.
 """
 
 from __future__ import annotations

@@ -1,8 +1,14 @@
 """Write scans, torch's higher-order operators, as calls that DTensors can make.
 
-scan = torch.ops.higher_order.scan(step, [carry], [x], [weight])
-  ->
-cp_scan = cp_scan('scan', 1, 1, carry, x, weight)
+    scan = torch.ops.higher_order.scan(step, [carry], [x], [weight])
+      ->
+    cp_scan = cp_scan('scan', 1, 1, carry, x, weight)
+
+DTensor has no rule for these operators. One step is tried on DTensors; if nothing
+moves, a rank scans the entries that it has (channels, rows of a batch), else the scan
+is gathered. Where gradients are needed, steps of an associative scan are made one by
+one: torch's gradient of the operator is wrong if results depend on each other's
+operands, and its memory is quadratic in their number.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@
 
 The calls inside depend on each other: some change a state, and the others work on
 tensors that are wrapped for it. As one call they are tried on DTensors like any other,
-and gathered if DTensor cannot do it.
+and gathered if DTensor cannot do it. Transforms that read no floating-point numbers,
+such as those that build masks, stay. Attention inside raises in strict mode.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@
     linear, chunk, view, transpose, ..., aten.scaled_dot_product_attention, ..., linear
 
 nn.MultiheadAttention and nn.TransformerEncoder reach a backend as this one opaque node;
-without gradients an encoder layer in evaluation is one node as a whole.
+without gradients an encoder layer in evaluation is one node as a whole. With
+need_weights=True there is no attention call inside: products and a softmax are computed
+by rows (fold_attention_patterns). Never raises.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     y = padded_convolution(x, weight, bias, (1,), [(3, 0)], (1,), 1)
 
 Causal models call them like this, or pad before the call. `padded_convolution` runs on
-shards, where each rank borrows the tokens beside its own.
+shards, where each rank borrows the tokens beside its own: one all-to-all of kernel - 1
+tokens. In two dimensions the rows of a grid are such tokens.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ flatten = x.flatten(0, 1); loss = cross_entropy(flatten, t.flatten())   # x: [s0
 movedim = movedim(x, -1, 1); loss = cross_entropy(movedim, t)           # [s0, V, 74]
 
 DTensor has no placement for the tokens of a symbolic number of rows in one dimension.
+Does nothing where the number of rows is known.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@
 b, h, q_idx and kv_idx are aranges of one dimension each. A score_mod or mask_mod is
 pointwise, as torch demands of it, so that its calls broadcast. What they say is read
 from them as from any mask or bias; a block mask that was made from mask_mod is not
-needed.
+needed. What the next pass would not know becomes one call with a text of aten calls,
+forward and backward (score_programs). Without a text, and left to products and a
+softmax, are writes in place, random numbers and constants that are tensors.
 """
 
 from __future__ import annotations

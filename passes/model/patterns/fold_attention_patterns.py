@@ -8,7 +8,10 @@
 
 Only attention over a sequence that an input has is folded (pattern_sequences.py).
 Windows, and softmaxes over heads or channels, stay as they are. Attention whose weights
-are read otherwise stays written out, and is marked (attention_weights.py).
+are read otherwise stays written out, and is marked (attention_weights.py): queries stay
+sharded, keys and values are gathered once. Calls are read by what they mean, from a
+softmax up to the scores and down to the values; every form that torch's Inductor folds
+is a test. A log-sum-exp beside it becomes a result of the call (log_sums.py).
 """
 
 from __future__ import annotations
