@@ -11,6 +11,7 @@ was compiled, which is in its first call.
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
+# It reads the module that calls it; seen in 2.13.
 from torch.utils._config_module import install_config_module
 
 Auto = Literal["auto"] | None

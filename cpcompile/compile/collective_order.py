@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch.fx as fx
 
-# Private interface of Inductor, probed in inductor_compat.py.
+# The order of the scheduler, asked nowhere else; seen in 2.13, probed in
+# inductor_compat.py.
 from torch._inductor import comms, ir
 from torch._inductor.scheduler import BaseSchedulerNode
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+
+# The one call of Inductor; seen in 2.11 to 2.14.
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass

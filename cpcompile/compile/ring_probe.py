@@ -52,6 +52,7 @@ def ring_problem(device: str) -> str | None:
 
 def _code(device: str) -> str:
     """Return the code that Inductor writes for the backward of a ring."""
+    # Seen in 2.11 to 2.15; where a name is missing, rings are not unrolled.
     from torch._guards import tracing
     from torch._inductor import config as inductor_config
     from torch._inductor.debug import DebugContext
@@ -101,6 +102,7 @@ def _graph(device: str) -> tuple[fx.GraphModule, list[torch.Tensor]]:
 @contextmanager
 def _group() -> Iterator[None]:
     """Register a process group of `_RANKS` ranks without a backend; this is rank 0."""
+    # Seen in 2.11 to 2.15, as in `_code`.
     from torch._C._distributed_c10d import (
         HashStore,
         ProcessGroup,

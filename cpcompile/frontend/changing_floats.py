@@ -23,10 +23,13 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 import torch
 import torch.fx as fx
 from torch import Tensor
+
+# Which floats are inputs, and in which dtype they compute; seen in 2.13 and 2.15.
 from torch._dynamo import config as dynamo_config
 from torch._prims_common import get_computation_dtype
 
-# The pass of AOTAutograd that has Dynamo fix all floats that it does not meet.
+# The pass of AOTAutograd that has Dynamo fix all floats that it does not meet; seen
+# in 2.13 and 2.15.
 from torch.fx.passes import _tensorify_python_scalars
 
 from cpcompile.passes.graph.calls import spelled

@@ -1,6 +1,6 @@
 """Keep the sequence length of a Dynamo graph symbolic if it can be; fix other sizes.
 
-See Note [Symbolic sequence lengths] in docs/design.md.
+See Note [Symbolic sequence lengths] in cpcompile/geometry/lengths.py.
 """
 
 from __future__ import annotations

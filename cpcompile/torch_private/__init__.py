@@ -2,5 +2,5 @@
 
 A file only hands names on, so that frames of errors and what Dynamo traces are torch's
 own. Who needs one theme imports no other: dynamo.py alone is slow to import. Names that
-one module needs stay in it, and stand in docs/internals/private_interfaces.md.
+one module needs stay in it, and say so there.
 """

@@ -234,6 +234,9 @@ in [compatibility](compatibility.md). Written by
   `supports_context_parallel`, which is the default, and false only of windows, chunks,
   sinks and states: encoders have it, though they are no causal attention. timm has
   nothing of the kind.
+
+The table of all that are exact, with errors, work and bytes, is at the end of this page
+where `tools/docs` builds it, and in [the record](results/families.json).
 """
 
 
@@ -268,41 +271,7 @@ def markdown(found: dict[str, Any]) -> str:
     if much:
         lines += ["", "## Work that is repeated", ""]
         lines += [f"- {_named(x)}: {x['work']:.2f} times one device's" for x in much]
-    lines += _every_row([x for x in rows if x["verdict"] == Verdict.EXACT.value])
     return "\n".join([*lines, ""])
-
-
-_EVERY_ROW = """
-## Exact
-
-- error: the largest one, as a share of the tensor's scale; in float64, where that is
-  what decided.
-- attention: calls that are shared out, of all. mixers: what mixes tokens by other means
-  and is shared out by a strategy of its own; a convolution or a cumulative sum counts
-  only if something else than its neighbours' tokens is exchanged.
-- work: of all ranks together over that of one device.
-- gathered: KiB that a rank receives in both calls because a call of the program needs a
-  value whole that is split; empty where no forward was run.
-- library: whether the library claims to divide it.
-"""
-
-
-def _every_row(exact: list[dict[str, Any]]) -> list[str]:
-    """Return the table of the families that are exact."""
-    table = []
-    for row in exact:
-        gathered = "" if "gathered" not in row else f"{row['gathered'] / 1024:.0f}"
-        claims = {True: "yes", False: "no", None: ""}[row.get(DIVIDED)]
-        attention = f"{row.get('sharded', 0)} of {row.get('attention', 0)}"
-        measured = (
-            f"{row.get('error', 0.0):.0e}",
-            attention,
-            str(len(row.get("mixers", ()))),
-        )
-        name = row["case"].removeprefix(PREFIX)
-        table.append([name, *measured, f"{row.get('work', 0.0):.2f}", gathered, claims])
-    columns = ("error", "attention", "mixers", "work", "gathered", "library")
-    return [*_EVERY_ROW.splitlines(), "", *markdown_table(["family", *columns], table)]
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
@@ -351,7 +320,7 @@ def _named(row: dict[str, Any]) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text[:300].replace("<", "\\<").replace("|", "\\|").replace("*", "\\*")
+    return text[:160].replace("<", "\\<").replace("|", "\\|").replace("*", "\\*")
 
 
 def _counts(found: list[dict[str, Any]]) -> str:

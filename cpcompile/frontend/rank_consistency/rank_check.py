@@ -1,6 +1,6 @@
 """Check, when a program is called, that all ranks run it on the same values.
 
-What is compared, and when, is in docs/design.md ("Ranks agree when they run").
+What is compared, and when, is in docs/ideas/ranks_agree.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""The documentation builds, and every link and anchor in it exists."""
+"""The documentation builds, and every link, anchor and Note in it exists."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tools import docs_pages
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,3 +44,28 @@ def test_pages_load_nothing_from_elsewhere(site):
     text = (site / "index.html").read_text()
     for kind in ('src="http', '<link rel="stylesheet" href="http', "@import"):
         assert kind not in text
+
+
+def test_pages_are_made_of_the_sources(site):
+    page = (site / "internals/passes/index.html").read_text()
+    for name in ("find_attention", "tile_tokens", "expand_ring", "save_by_budget"):
+        assert f'<h3 id="{name}">' in page
+    assert "cp_gather_tokens(x" in page and "permutation_proof.py" in page
+    assert "causal/llama" in (site / "families/index.html").read_text()
+    page = (site / "internals/private_interfaces/index.html").read_text()
+    assert "torch._functorch._aot_autograd.autograd_cache" in page
+
+
+def test_notes_that_pages_cite_exist():
+    notes = set(re.findall(r"^## (.*)$", docs_pages.notes(), re.MULTILINE))
+    cited = set()
+    for path in (ROOT / "docs").rglob("*.md"):
+        text = " ".join(path.read_text(encoding="utf-8").split())
+        for names in re.findall(r"\bNotes? ((?:(?:, | and )?\[[^\]]+\])+)", text):
+            cited |= set(re.findall(r"\[([^\]]+)\]", names))
+    assert len(cited) > 20 and cited <= notes
+
+
+def test_a_page_is_one_idea():
+    for path in (ROOT / "docs" / "ideas").glob("*.md"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 120, path

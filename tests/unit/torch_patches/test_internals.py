@@ -1,11 +1,10 @@
-"""The tables of docs/internals are complete: files, fixes, imports of private names."""
+"""Fixes of torch have a row in the docs, and private names of torch a comment."""
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tools.docs_pages import private_attributes, private_imports
 
 ROOT = Path(__file__).parents[3]
 INTERNALS = ROOT / "docs" / "internals"
@@ -17,21 +16,6 @@ def rows(page: str, header: str = "| file |") -> list[list[str]]:
     text = (INTERNALS / page).read_text(encoding="utf-8")
     table = text[text.index(header) :].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]]
-
-
-def private_imports(path: Path) -> Iterator[str]:
-    """Names that a file imports from torch, and of which a part begins with _."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            first, *parts = name.split(".")
-            if first == "torch" and any(part.startswith("_") for part in parts):
-                yield name
 
 
 def modules() -> Iterator[Path]:
@@ -54,45 +38,40 @@ def test_every_fix_has_a_row_with_its_test():
         assert named and all((ROOT / test).is_file() for test in named), tests
 
 
-@pytest.mark.parametrize("row", rows("private_interfaces.md"), ids=lambda row: row[0])
-def test_files_with_private_interfaces_exist(row):
-    files = re.findall(r"`([^`]+\.py)`", row[0])
-    assert files
-    for name in files:
-        known = [*(ROOT / "cpcompile").rglob(name), *(ROOT / "passes").rglob(name)]
-        assert (ROOT / name).is_file() or known, name
-
-
 def test_private_names_are_imported_in_one_place():
-    listed = {row[0].strip("`") for row in rows("private_interfaces.md", "| module |")}
-    imported = {
-        str(path.relative_to(ROOT)): names
+    """Elsewhere a comment above the import says why, and where it was seen."""
+    bare = {
+        str(path.relative_to(ROOT)): name
         for path in modules()
-        if (names := sorted(private_imports(path)))
+        for name, comment in private_imports(path)
+        if "seen in" not in comment.lower()
     }
-    new = {path: names for path, names in imported.items() if path not in listed}
-    assert not new, (
-        f"{new} are private; hand them on in the file of cpcompile/torch_private that "
-        "is about the same, with the version they were seen in, or give the module a "
-        "row with a reason in docs/internals/private_interfaces.md"
+    assert not bare, (
+        f"{bare} are private; hand them on in the file of cpcompile/torch_private that "
+        "is about the same, or write above the import what it is for and which "
+        "versions of torch it was seen in"
     )
-    gone = listed - imported.keys()
-    assert not gone, f"docs/internals/private_interfaces.md: no private names in {gone}"
 
 
-def test_the_home_of_private_names_is_listed():
-    header = "| file in `cpcompile/torch_private` |"
-    listed = [row[0].strip("`") for row in rows("private_interfaces.md", header)]
-    files = {path.name for path in (ROOT / "cpcompile" / "torch_private").glob("*.py")}
-    assert {*listed} == files - {"__init__.py"} and len(listed) == len({*listed})
-
-
-def test_one_private_import_is_found(tmp_path):
-    """In a function, under another name, and by its module alone."""
+def test_private_imports_are_found(tmp_path):
+    """In a function, under another name, by its module alone; with their comments."""
     path = tmp_path / "module.py"
     path.write_text(
-        "import torch.fx\nimport torch._dynamo as d\nfrom torch import nn\n"
+        "import torch.fx\n\n# Its reason;\n# seen in 2.13.\nimport torch._dynamo as d\n"
+        "from torch import nn\n\n"
         "def f():\n    from torch.utils import _pytree as tree\n"
         "from ._relative import x\n"
     )
-    assert sorted(private_imports(path)) == ["torch._dynamo", "torch.utils._pytree"]
+    reason = "Its reason; seen in 2.13."
+    assert [*private_imports(path)] == [
+        ("torch._dynamo", reason),
+        ("torch.utils._pytree", ""),
+    ]
+
+
+def test_private_attributes_are_found(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        "def f(x):\n    self._own = x._made = 1\n    return x._base._made\n"
+    )
+    assert private_attributes(path) == {"x._base"}
