@@ -1,4 +1,4 @@
-"""The command: `python -m tests.fuzz --minutes 10`; see docs/fuzz.md."""
+"""The command: `python -m tests.fuzz --minutes 10`; see README.md beside it."""
 
 from __future__ import annotations
 

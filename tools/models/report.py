@@ -58,23 +58,21 @@ its plain one, plus four roundings of a tensor's largest value. Written by
 - calls: two steps whose gradients add up, the second with other values, masks and
   length, then a forward in eval mode, all with one compiled model.
 - strategies: a step with the contiguous layout, with ring, with both, with all_gather
-  and with ulysses. 4 ranks: a step and a forward, and a step with ring, with ring in
-  the contiguous layout, with all_gather and with ulysses; some on 8 ranks too. Of
-  models with sequence mixers: a step with the mixers by exchange (and attention by
-  ring), and one by states (and ulysses), on 2 ranks and on 4; by auto, short sequences
-  are often gathered.
+  and with ulysses. 4 ranks: a step and a forward, and the same strategies; some on 8
+  ranks too. Of models with sequence mixers: a step with the mixers by exchange, and one
+  by states, on 2 ranks and on 4; by auto, short sequences are often gathered.
 - other shapes: another length, and for some models fewer tokens than ranks, as many
   sequences as tokens, or four sequences.
 - nothing named: a step with only `options={{"mesh": mesh}}`.
 - inductor: a training step with the default inner compiler, for some models also a
   forward, and of models with sequence mixers for some; all other kinds use aot_eager.
-- error: the largest error of all exact runs. gathered: calls in a training step that
-  DTensor cannot shard, and that run on gathered tensors with a warning each.
+- error, or the number behind a name: the largest error of all exact runs. gathered:
+  calls in a training step that DTensor cannot shard, and that run on gathered tensors
+  with a warning each.
 - Numbers in brackets refer to the notes below.
-- `small_gpt` is a GPT like that of nanoGPT, which is not a package, `min_gpt` like that
-  of minGPT. torchtitan is not included, because it cannot be imported without the
-  requirements of its trainer (tyro, datasets, torchdata); `flex_decoder` is like its
-  decoders, with flex_attention and a block mask that is made outside of the model.
+- `small_gpt` is like nanoGPT, `min_gpt` like minGPT, `flex_decoder` like the decoders
+  of torchtitan (which needs the requirements of its trainer to be imported), with
+  flex_attention and a block mask that is made outside of the model.
 - `flex_...`: transformers with `attn_implementation="flex_attention"`; `eager`: with
   `"eager"`, which writes attention out.
 """
@@ -97,7 +95,12 @@ def markdown(record: dict[str, Any]) -> str:
         if rows:
             header = ("model", "attention", "mixers", "runs", "error", "gathered")
             lines += ["", f"## {family[0].upper()}{family[1:]}", ""]
-            lines += markdown_table(header, rows)
+            whole = [row for row in rows if _is_whole(row)]
+            if whole:
+                errors = ", ".join(f"{row[0]} {row[4]}" for row in whole)
+                lines += [f"All shared out, and exact in every run: {errors}."]
+            if others := [row for row in rows if row not in whole]:
+                lines += [*([""] if whole else []), *markdown_table(header, others)]
     if notes:
         lines += ["", "## Notes", ""]
         lines += [f"{n}. {_escaped(text)}" for n, text in enumerate(notes, 1)]
@@ -134,6 +137,13 @@ def _row(name: str, runs: list[Outcome], notes: list[str]) -> list[str]:
         attention = ""
     error = f"{max(exact):.0e}" if exact else ""
     return [name, attention, _mixers(runs), _joined(outcomes), error, gathered]
+
+
+def _is_whole(row: list[str]) -> bool:
+    """Whether nothing of a row needs a table: all attention, all runs, nothing else."""
+    _, attention, mixers, runs, _, gathered = row
+    shared, _, calls = attention.partition("/")
+    return (shared, mixers, runs, gathered) == (calls, "-", "exact", "")
 
 
 def _joined(outcomes: dict[str, str]) -> str:

@@ -320,7 +320,7 @@ def _named(row: dict[str, Any]) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text[:160].replace("<", "\\<").replace("|", "\\|").replace("*", "\\*")
+    return text[:120].replace("<", "\\<").replace("|", "\\|").replace("*", "\\*")
 
 
 def _counts(found: list[dict[str, Any]]) -> str:
