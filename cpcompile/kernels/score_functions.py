@@ -7,7 +7,9 @@
 Each call of aten becomes one line. What the function captures is read from VALUES by
 index, clamped to the tensor, because tiles also have rows and keys that do not exist. A
 score_mod with a call that score_expressions.py has no expression for stays with matrix
-products.
+products. So does the backward, if what is captured has a gradient: the text sums it
+over whole tiles, by calls that a tile of a kernel does not have, and programs that run
+side by side would add to the same numbers in an order of chance.
 """
 
 from __future__ import annotations
