@@ -1,78 +1,226 @@
-"""Which tests run without being named: the mark `slow` says it.
+"""Which tests run without being named: those that fit into five minutes on two cores.
 
-    @pytest.mark.slow                          with --all
-    @pytest.mark.slow(but=["causal-2"])        with --all, but for the cases whose id is
-                                               one of these, or begins with one
-    @pytest.mark.slow(but_every=5)             but for the first, the sixth, ... case
-
-A test without the mark runs whole every time. With --all one of 24 slow cases of a test
-runs, and at least one; others from day to day. Named files run all.
+tests/durations.json has the seconds of every test function, and tests/guards.txt the
+cases that guard most where those are not the first ones; `tools/test --record` writes
+the former. All cases stand in one order, of what they cost for what they cover. A run
+takes them in this order until its budget is spent; --all=K/N takes the K-th of N equal
+parts of the others, so that the first parts are worth most; --all takes all. Named
+files run whole.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-import pytest
+HERE = Path(__file__).parent
+DURATIONS = HERE / "durations.json"
+GUARDS = HERE / "guards.txt"
 
-DAYS = 24  # in which --all runs every slow case
-VARIABLE = "CPCOMPILE_TESTS"
+VARIABLE = "CPCOMPILE_TESTS"  # nothing, "all" or "all=K/N"
+LANE = "CPCOMPILE_LANE"  # "1/2": this process takes the first of two halves
+
+# Five minutes on two cores, less what it takes to import torch and to collect.
+BUDGET_SECONDS = 2 * (5 * 60 - 30)
+
+# Start processes or compilers.
+COMPILING = ("tests/cpu/", "tests/models/", "tests/inductor/", "tests/kernels/")
+
+# What a case takes of which nothing is recorded: guesses.
+GUESSED_SECONDS = dict.fromkeys(COMPILING, 2.0) | {"tests/golden/": 0.5, "": 0.1}
+
+# What changes with torch, or with tools: run when torch is not the recorded one.
+WITH_TORCH = ("tests/unit/torch_patches/", "tests/unit/tools/")
+# But these compare our code with our own documents.
+OURS = ("tests/unit/torch_patches/test_internals.py",)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """What tests/durations.json says."""
+
+    torch: str = ""  # the version with which the tests of WITH_TORCH passed
+    entries: Mapping[str, Sequence[Any]] | None = None  # None: nothing is recorded
+
+    @classmethod
+    def read(cls, path: Path = DURATIONS) -> Durations:
+        """Read the file; one that is missing says nothing."""
+        if not path.exists():
+            return cls()
+        content = json.loads(path.read_text())
+        files = content["tests"].items()
+        entries = {f"{file}::{x}": y for file, row in files for x, y in row.items()}
+        return cls(content["torch"], entries)
+
+    def is_known(self, function: str) -> bool:
+        """Tell whether a case of the function was ever timed."""
+        return self.entries is not None and function in self.entries
+
+    def seconds(self, case: str) -> float:
+        """Return what a case takes, or a guess."""
+        function, parameters = split(case)
+        if self.entries is not None and function in self.entries:
+            typical, _, others, *_ = self.entries[function]
+            return float(others.get(parameters, typical))
+        return next(y for x, y in GUESSED_SECONDS.items() if case.startswith(x))
+
+    def lines(self, function: str) -> int | None:
+        """Return how many lines it covers that cheaper ones do not, if recorded."""
+        entry = (self.entries or {}).get(function, ())
+        return entry[3] if len(entry) > 3 else None
+
+
+def split(case: str) -> tuple[str, str]:
+    """Split an id of pytest into that of the function, and the parameters."""
+    function, _, parameters = case.partition("[")
+    return function, parameters.removesuffix("]")
 
 
 def runs_all() -> bool:
-    """Tell whether --all was given to tools/test."""
-    return os.environ.get(VARIABLE) == "all"
+    """Tell whether --all or --all=K/N was given to tools/test."""
+    return os.environ.get(VARIABLE, "").startswith("all")
 
 
-def slow_tests(items: Sequence[pytest.Item]) -> Iterator[list[pytest.Item]]:
-    """Yield the slow cases of every test that has some.
+def guards(path: Path = GUARDS) -> dict[str, list[str]]:
+    """Read the ids of cases that are preferred, by function."""
+    preferred = defaultdict(list)
+    for line in path.read_text().splitlines():
+        preferred[split(line)[0]].append(line)
+    return preferred
 
-    Raises: pytest.UsageError for a name that no case has.
+
+def by_value(
+    cases: Iterable[str], durations: Durations, preferred: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Order all cases by seconds per line that they cover, the best first.
+
+    Where lines are not recorded, one case of each file stands before all others, and
+    the second cheapest function of a file is taken to cover half as much as the
+    cheapest, and so on. So is the n-th case of a function. New functions stand first.
+
+    Raises: ValueError for a preferred case that does not exist.
     """
-    tests: dict[tuple[str, str], list[pytest.Item]] = {}
-    for item in items:
-        name = getattr(item, "originalname", item.name)
-        tests.setdefault((str(item.path), name), []).append(item)
-    for (path, name), cases in tests.items():
-        ids = [_id(case) for case in cases]
-        slow = []
-        for case in cases:
-            marks = list(case.iter_markers("slow"))
-            for mark in marks:
-                for unknown in mark.kwargs.get("but", ()):
-                    if not _named(unknown, ids):
-                        raise pytest.UsageError(
-                            f"{path}::{name}: slow got but={unknown!r}; needed the "
-                            f"begin of a case's id, one of {', '.join(ids[:9])} ..."
-                        )
-            if any(_id(case) not in chosen_cases(ids, **m.kwargs) for m in marks):
-                slow.append(case)
-        if slow:
-            yield slow
+    functions: dict[str, list[str]] = {}
+    for case in cases:
+        functions.setdefault(split(case)[0], []).append(case)
+    for function, own in functions.items():
+        functions[function] = _spread(own, preferred.get(function, ()))
+    seconds = {x: durations.seconds(own[0]) for x, own in functions.items()}
+    recorded = [n for x in functions if (n := durations.lines(x)) is not None]
+    typical = 1 + (median(recorded) if recorded else 0)
+    places: dict[str, int] = defaultdict(int)
+    prices = {}
+    for function in sorted(functions, key=lambda x: (seconds[x], x)):
+        file = function.partition("::")[0]
+        places[file] += 1
+        lines = durations.lines(function)
+        gain = typical / places[file] if lines is None else 1 + lines
+        is_new = durations.entries is not None and not durations.is_known(function)
+        is_first = lines is None and places[file] == 1
+        for n, case in enumerate(functions[function], 1):
+            stage = 0 if is_new else 1 if is_first and n == 1 else 2
+            prices[case] = (stage, durations.seconds(case) * n / gain, case)
+    return sorted(prices, key=prices.__getitem__)
 
 
-def sampled(slow: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
-    """Choose the slow cases of one test that --all runs.
+def _spread(cases: Sequence[str], first: Sequence[str]) -> list[str]:
+    """Put `first` first, then that in the list, in its middle, in its quarters, ..."""
+    if missing := [x for x in first if x not in cases]:
+        raise ValueError(
+            f"tests/guards.txt: got {missing[0]!r}; needed the id of a case of that "
+            f"test, such as {cases[0]!r}"
+        )
+    bits = len(cases).bit_length()
+    order = sorted(range(len(cases)), key=lambda i: f"{i:0{bits}b}"[::-1])
+    return [*first, *(cases[i] for i in order if cases[i] not in first)]
 
-    With DAYS successive seeds all of them run.
-    """
-    step = min(DAYS, len(slow))
-    return [x for i, x in enumerate(slow) if (i + seed) % step == 0]
 
-
-def chosen_cases(
-    ids: Sequence[str], but: Sequence[str] = (), but_every: int = 0
+def selected(
+    cases: Sequence[str],
+    durations: Durations,
+    preferred: Mapping[str, Sequence[str]],
+    wish: str = "",
+    torch: str = "",
 ) -> set[str]:
-    """Return the ids that are named, and each of `but_every` in their order."""
-    named = {x for name in but for x in _named(name, ids)}
-    return named | set(ids[::but_every] if but_every else [])
+    """Choose the cases that run: by budget, "all", or a part "all=K/N" of the others.
+
+    torch: its version in this environment.
+
+    Raises: ValueError for another wish, and for a preferred case that does not exist.
+    """
+    if wish == "all":
+        return set(cases)
+    order = by_value(cases, durations, preferred)
+    with_torch = {x for x in order if x.startswith(WITH_TORCH)}
+    with_torch -= {x for x in with_torch if x.startswith(OURS)}
+    if durations.torch == "":
+        with_torch = set()
+    chosen = set() if torch == durations.torch else set(with_torch)
+    left = BUDGET_SECONDS
+    for case in order:
+        if case not in with_torch and durations.seconds(case) <= left:
+            left -= durations.seconds(case)
+            chosen.add(case)
+    if not wish:
+        return chosen
+    seconds = {x: durations.seconds(x) for x in order if x not in chosen}
+    return part(seconds, wish.removeprefix("all="))
 
 
-def _named(name: str, ids: Sequence[str]) -> list[str]:
-    return [x for x in ids if x == name or x.startswith(f"{name}-")]
+def lane(cases: Iterable[str], durations: Durations, which: str) -> set[str]:
+    """Choose the half "1/2" or "2/2" of the files.
+
+    Those with processes and compilers come first, so that few sets of processes are
+    started twice.
+    """
+    files: dict[str, list[str]] = defaultdict(list)
+    for case in cases:
+        files[case.partition("::")[0]].append(case)
+    order = sorted(files, key=lambda x: (not x.startswith(COMPILING), x))
+    seconds = {x: sum(map(durations.seconds, files[x])) for x in order}
+    return {case for file in part(seconds, which) for case in files[file]}
 
 
-def _id(item: pytest.Item) -> str:
-    callspec = getattr(item, "callspec", None)
-    return "" if callspec is None else callspec.id
+def part(seconds: Mapping[str, float], which: str) -> set[str]:
+    """Cut what takes `seconds` into parts that take equally long; return "K/N".
+
+    Raises: ValueError unless 1 <= K <= N.
+    """
+    k, n = map(int, which.split("/")) if re.fullmatch(r"\d+/\d+", which) else (0, 0)
+    if not 1 <= k <= n:
+        raise ValueError(f"got part {which!r}; needed K/N with 1 <= K <= N, as in 2/24")
+    total, before = sum(seconds.values()), 0.0
+    chosen = set()
+    for name, own in seconds.items():
+        if (k - 1) * total <= n * (before + own / 2) < k * total:
+            chosen.add(name)
+        before += own
+    return chosen
+
+
+def summary(cases: Sequence[str], chosen: set[str], durations: Durations) -> list[str]:
+    """Say what runs, how long it takes, and what has no recorded duration."""
+    functions, every = ({split(x)[0] for x in found} for found in (chosen, cases))
+    seconds = sum(map(durations.seconds, chosen))
+    text = (
+        f"{len(chosen)} of {len(cases)} cases, {len(functions)} of {len(every)} test "
+        f"functions, about {seconds:.0f} s"
+    )
+    if durations.entries is None:
+        return [f"{text} by guesses: no durations are recorded (tools/test --record)"]
+    new = sorted(x for x in every if not durations.is_known(x))
+    if not new:
+        return [text]
+    files = " ".join(sorted({x.partition("::")[0] for x in new})[:5])
+    return [
+        text,
+        f"{len(new)} test functions without a recorded duration, which run first, such "
+        f"as {new[0]}; record them: tools/test --record {files}",
+    ]

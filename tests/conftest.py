@@ -1,17 +1,22 @@
 """The processes that tests share, and which tests a run without names takes.
 
-Named files take all tests. Otherwise marks decide (case_selection).
+Named files run whole. Otherwise a budget decides (case_selection).
 """
 
 import gc
+import os
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 
 import tests.support.nothing_kept  # noqa: F401  it changes a setting
-from tests.case_selection import runs_all, sampled, slow_tests
+from tests import case_selection
+from tests.case_selection import LANE, VARIABLE, Durations
 from tests.cpu.workers import Pools
 from tests.support.pairwise import SEED, sample_seed
+
+LINES = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture(scope="session")
@@ -22,24 +27,31 @@ def pools() -> Iterator[Pools]:
     pools.close()
 
 
-def pytest_report_header() -> str | None:
-    """The seed of what --all takes of other cases, and of full products."""
-    if not runs_all():
-        return None
-    return f"sample of cases: {SEED}={sample_seed()}"
-
-
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what is slow; deselected, not skipped, so that it is counted."""
+    """Leave out what the budget does not cover; deselected, so that it is counted."""
     if config.option.file_or_dir:
         return
-    left_out: set[pytest.Item] = set()
-    for slow in slow_tests(items):
-        left_out |= set(slow) - set(sampled(slow, sample_seed()) if runs_all() else ())
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+    cases = [item.nodeid for item in items]
+    durations = Durations.read()
+    wish, torch = os.environ.get(VARIABLE, ""), version("torch").partition("+")[0]
+    try:
+        guards = case_selection.guards()
+        chosen = case_selection.selected(cases, durations, guards, wish, torch)
+        if lane := os.environ.get(LANE, ""):
+            chosen = case_selection.lane(sorted(chosen), durations, lane)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.stash[LINES] = case_selection.summary(cases, chosen, durations)
+    config.hook.pytest_deselected(items=[x for x in items if x.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """Say how long it takes, what should be recorded, and the seed of random cases."""
+    seed = [f"sample of cases: {SEED}={sample_seed()}"]
+    return config.stash.get(LINES, []) + seed * case_selection.runs_all()
 
 
 def pytest_collection_finish() -> None:

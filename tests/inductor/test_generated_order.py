@@ -56,7 +56,6 @@ def communication(rank, strategy, unroll):
     return [_COMMUNICATION.findall(code) for code in codes]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_first_and_last_rank_agree(strategy):
@@ -68,11 +67,8 @@ def test_first_and_last_rank_agree(strategy):
     assert "_c10d_functional.all_reduce_" in backward
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("ulysses", marks=pytest.mark.slow), "hybrid"]
-)
+@pytest.mark.parametrize("strategy", ["ulysses", "hybrid"])
 def test_first_and_last_rank_agree_on_exchanges(strategy):
     """Of two layers; attention between them is no operator of ours for Ulysses."""
     first, last = communication(0, strategy, 0), communication(3, strategy, 0)
@@ -85,7 +81,6 @@ def test_first_and_last_rank_agree_on_exchanges(strategy):
     assert "_c10d_functional.all_reduce_" in first[1]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_first_and_last_rank_agree_on_an_unrolled_ring():
     """Two layers on four ranks; the steps are in one order, too."""
@@ -244,18 +239,9 @@ def messages(rank, ranks):
 
 
 RANKS = [(1, 2), (0, 4), (3, 4)]
-CASES = [
-    pytest.param(
-        name,
-        *place,
-        marks=[pytest.mark.slow] * (place != (0, 4) and name != "default"),
-    )
-    for name in SETTINGS
-    for place in RANKS
-]
+CASES = [(name, *place) for name in SETTINGS for place in RANKS]
 
 
-@pytest.mark.slow(but=["default-0-4"])
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "rank", "ranks"), CASES)
 def test_every_message_is_hidden(name, rank, ranks):
@@ -286,12 +272,9 @@ _SHIFT = re.compile(r"(\w+) = torch\.ops\.cp\.ring_shift\.default\(")
 _PART = re.compile(r"\s*(\w+) = (\w+)\[\d+\]")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name", ["default", pytest.param("no simple overlap", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["default", "no simple overlap"])
+@pytest.mark.parametrize("ranks", [4, 8])
 def test_a_ring_has_two_buffers(name, ranks):
     """Of keys and values: those of this step, and those that arrive meanwhile.
 
@@ -314,7 +297,6 @@ def uncompiled():
         yield
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_simple_overlap_does_not_replace_the_order(lose_order):
     """Torch 2.15 moves messages only where no value lives longer by it."""
@@ -348,7 +330,6 @@ def compile_error(name, **options):
     return caught.value.inner_exception
 
 
-@pytest.mark.slow
 def test_an_order_that_is_lost_is_noticed(lose_order):
     """Without `after`, sinking waits and raising shifts undoes what the ring wants."""
     lose_order()
@@ -357,7 +338,6 @@ def test_an_order_that_is_lost_is_noticed(lose_order):
     assert "dk and dv of the backward of ring attention, step 0 is sent" in str(error)
 
 
-@pytest.mark.slow
 def test_an_order_that_is_kept_passes():
     with settings("communication"), fake_group(1, 2), config.patch(check_overlap=True):
         train(2)
@@ -370,7 +350,6 @@ def test_rings_that_are_not_unrolled_are_not_checked(lose_order):
         train(2)
 
 
-@pytest.mark.slow
 def test_code_from_the_cache_is_checked_too(monkeypatch):
     assert ring_problem("cpu") is None
     with fresh_cache(), inductor_config.patch(REORDERED), fake_group(1, 2):

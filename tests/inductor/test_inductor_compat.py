@@ -89,7 +89,6 @@ def test_problems_are_looked_for_once(broken, monkeypatch):
     assert problems() == (BROKEN.problem(),)
 
 
-@pytest.mark.slow
 def test_rings_stay_operators(broken, caplog):
     """Twice, in two lengths, with one warning."""
     cases = AttentionCase(seq=16), AttentionCase(seq=24)

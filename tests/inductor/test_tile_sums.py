@@ -1,6 +1,5 @@
 """Inductor adds up the gradient of a weight over tiles in one place of memory."""
 
-import pytest
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -39,7 +38,6 @@ def codes():
     return got, step(model), made
 
 
-@pytest.mark.slow
 def test_the_sum_exists_once_and_is_complete_in_the_forward():
     got, wanted, (forward, backward) = codes()
     check(deviations(got, wanted))

@@ -1,8 +1,7 @@
 """Every configuration of the kernels compiles for every architecture and fits it.
 
-A whole run without --all takes what is used without autotuning, on the newest
-architecture that people have and on the one of another vendor; it compiles only what
-docs/results/aot.json does not have as it is now.
+Without --all these are those that are used without autotuning, of which only what
+docs/results/aot.json does not have as it is now is compiled.
 """
 
 import pytest
@@ -23,7 +22,7 @@ from tools.bench.aot_cases import (
 )
 
 NVIDIA = ("sm80", "sm90", "sm100")
-QUICK = ("sm90", "gfx942")
+FIRST = ("sm90", "gfx942")  # the newest that people have, and another vendor's
 
 
 EVERY = runs_all()
@@ -36,10 +35,7 @@ def wanted(architecture: str) -> list[Case]:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow)
-        for x in ARCHITECTURES
-    ],
+    params=sorted(ARCHITECTURES, key=lambda x: (x not in FIRST, x)),
 )
 def compiled(request) -> list[tuple[Case, Figures]]:
     found = wanted(request.param)
@@ -48,7 +44,6 @@ def compiled(request) -> list[tuple[Case, Figures]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.slow
 def test_every_config_compiles_and_fits(compiled):
     limit = SHARED_BYTES[compiled[0][0].architecture]
     wrong = [(c, f) for c, f in compiled if f.error or f.shared_bytes > limit]
@@ -71,7 +66,6 @@ if triton.__version__.startswith("3.8."):
 MOST_SPILLS = 60  # of the tiles that were measured
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.timeout(900)
 def test_defaults_keep_everything_in_registers(compiled):
     plain = [(c, f) for c, f in compiled if c.is_default and c.visible not in CHANGES]

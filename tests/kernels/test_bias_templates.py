@@ -50,7 +50,6 @@ BIASED = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", BIASED, ids=str)
 def test_bias_of_positions(interpreter, case):
     run_and_check(interpreter, case)

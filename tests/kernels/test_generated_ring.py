@@ -95,19 +95,15 @@ def check_ranks(answers, inputs, gradient, causal, dtype):
         )
 
 
-SLOW = pytest.mark.slow
 CASES = [
     pytest.param(2, 64, torch.float32, True, id="2-ranks-causal-float32"),
-    pytest.param(
-        4, 128, torch.bfloat16, True, id="4-ranks-causal-bfloat16", marks=SLOW
-    ),
-    pytest.param(4, 106, torch.float32, True, id="4-ranks-causal-uneven", marks=SLOW),
+    pytest.param(4, 128, torch.bfloat16, True, id="4-ranks-causal-bfloat16"),
+    pytest.param(4, 106, torch.float32, True, id="4-ranks-causal-uneven"),
     pytest.param(3, 79, torch.float32, True, id="3-ranks-causal-uneven"),
     pytest.param(3, 100, torch.float16, False, id="3-ranks-full-uneven-float16"),
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "seq", "dtype", "causal"), CASES)
 def test_whole_pipeline(interpreters, ranks, seq, dtype, causal):
     codes = [code_of_rank(rank, ranks, seq, dtype, causal) for rank in range(ranks)]
@@ -153,7 +149,6 @@ def without_comments(code):
     return [line for line in code.splitlines() if not line.lstrip().startswith("#")]
 
 
-@pytest.mark.slow
 def test_eight_ranks_run_the_same_code(interpreters):
     """Without a causal mask nothing of the rank is left in the code."""
 
@@ -212,7 +207,6 @@ def run_steps(code, inputs):
     return run(code, inputs)[0] if dist.get_rank() == 0 else None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_dynamic_shapes_and_strides(interpreters, kind):
     """One code for several lengths; every result equals that of the math kernel."""
@@ -258,14 +252,13 @@ MIXED = [(0, 1, 3, 2), (3, 2, 0, 1), (0, 2, 3, 1), (1, 3, 2, 0)]
 ORDERS = [
     pytest.param(MIXED, id="mixed"),
     *(
-        pytest.param([order] * 4, id="".join(map(str, order)), marks=pytest.mark.slow)
+        pytest.param([order] * 4, id="".join(map(str, order)))
         for order in itertools.permutations(range(4))
     ),
 ]
 
 
 @pytest.mark.parametrize("orders", ORDERS)
-@pytest.mark.slow
 def test_memory_orders(interpreters, orders):
     """The templates read dense rows, so Inductor has to give them such."""
     lowering.register()

@@ -65,7 +65,6 @@ def smoke(tmp_path_factory) -> Iterator[SimpleNamespace]:
     yield SimpleNamespace(printed=done.stdout, record=record, text=text)
 
 
-@pytest.mark.slow
 def test_smoke_runs_every_section(smoke):
     sections = smoke.record["sections"]
     assert set(sections) == {section.key for section in SECTIONS} == set("abcdef")
@@ -77,7 +76,6 @@ def test_smoke_runs_every_section(smoke):
     assert "not measured" in smoke.printed  # the shapes of the targets
 
 
-@pytest.mark.slow
 def test_smoke_finds_the_templates_right(smoke):
     rows = smoke.record["sections"]["a"]["rows"]
     assert len(rows) == len(correctness.plan(Mode("cpu", smoke=True)))
@@ -85,7 +83,6 @@ def test_smoke_finds_the_templates_right(smoke):
     assert all(row["passed"] for row in rows)
 
 
-@pytest.mark.slow
 def test_smoke_finds_the_ring_equal_to_float64(smoke):
     rows = smoke.record["sections"]["d"]["rows"]
     checks = {(r["ranks"], r["layout"]): r["passed"] for r in rows if "passed" in r}
@@ -94,7 +91,6 @@ def test_smoke_finds_the_ring_equal_to_float64(smoke):
     assert timed["tokens"] == 256 and timed["ratios"]["zigzag"] > 0
 
 
-@pytest.mark.slow
 def test_smoke_records_peers_that_fail(smoke):
     """There is no cuDNN on a CPU, but the others have times."""
     for row in smoke.record["sections"]["b"]["rows"]:
@@ -103,7 +99,6 @@ def test_smoke_records_peers_that_fail(smoke):
     assert "- cudnn: RuntimeError" in smoke.text
 
 
-@pytest.mark.slow
 def test_smoke_goes_through_the_compiler(smoke):
     rows = smoke.record["sections"]["f"]["rows"]
     assert [row["passed"] for row in rows] == [True] * 3
@@ -266,7 +261,6 @@ def test_tables_name_errors_and_what_was_not_run():
         assert len({line.count("|") for line in table}) == 1
 
 
-@pytest.mark.slow
 def test_the_command_needs_torch_and_triton_only():
     done = subprocess.run(
         [sys.executable, "-c", BARE, "--only", "z"],

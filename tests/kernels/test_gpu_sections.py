@@ -4,7 +4,6 @@ import os
 import time
 from dataclasses import dataclass
 
-import pytest
 import torch
 
 from tools.gpu import sections, timing
@@ -39,7 +38,6 @@ def plan_hang(mode: Mode) -> list[Work]:
     return [Work("hangs"), Work("too late")]
 
 
-@pytest.mark.slow
 def test_failures_of_items_are_rows():
     section = Section("x", "", 1.0, 1, plan_failures, {"OMP_NUM_THREADS": "1"})
     rows = []

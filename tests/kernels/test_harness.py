@@ -83,7 +83,6 @@ def check(pool, generated: Generated, rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.slow
 def test_static_shapes(pool, dtype):
     make = functools.partial(make_inputs, dtype=dtype)
     generated = generated_code(step, make, rank=0, ranks=RANKS)

@@ -73,7 +73,6 @@ def expected(name, dtype, operands, mask, at, factors):
     return [x.detach() for x in found]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("name", MODS)
 def test_every_kernel(interpreter, name, dropped):
@@ -164,7 +163,6 @@ def whole_operands() -> list[Tensor]:
     return [torch.randn(2, n, 30, 16) for n in (4, 2, 2, 4)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_of_two_ranks(interpreters, strategy, learned):

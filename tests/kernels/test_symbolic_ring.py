@@ -78,7 +78,6 @@ def run_rank(codes, inputs, gradient):
     return [x.detach() for x in (*results, *found)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "causal", "layout"),
     [(2, True, "contiguous"), (3, False, "contiguous"), (3, True, "zigzag")],
@@ -99,7 +98,6 @@ def test_one_code_for_many_lengths(interpreters, ranks, causal, layout):
             check(deviations(dict(zip(exact, got, strict=True)), exact, rough))
 
 
-@pytest.mark.slow
 def test_the_ring_of_a_hybrid():
     """Written only: the interpreted ranks have no groups for exchanges."""
     codes_of_ranks(4, 2, True, layout="zigzag", strategy="hybrid")

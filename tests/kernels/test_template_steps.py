@@ -59,7 +59,6 @@ def run_and_check(interpreters, case):
     return [calls for _, calls in results]
 
 
-@pytest.mark.slow(but=["causal documents"])
 @pytest.mark.parametrize("mask", RANGES)
 def test_ring(interpreters, mask):
     calls = run_and_check(interpreters, MaskedCase(mask, seq=35, kv_heads=2))
@@ -69,7 +68,6 @@ def test_ring(interpreters, mask):
     assert all(forward == backward for forward, backward in calls)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["window", "prefix"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_zigzag(interpreters, mask, strategy):
@@ -79,7 +77,6 @@ def test_zigzag(interpreters, mask, strategy):
     assert all(0 < forward <= 2 for forward, _ in calls)
 
 
-@pytest.mark.slow(but=["causal documents-ulysses"])
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
 @pytest.mark.parametrize("mask", ["causal documents", "left padding"])
 def test_other_strategies(interpreters, mask, strategy):
@@ -87,7 +84,6 @@ def test_other_strategies(interpreters, mask, strategy):
     assert run_and_check(interpreters, case) == [(1, 1), (1, 1)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"softcap": 1.0}, {"dropout_p": 0.3}, {"softcap": 1.0, "dropout_p": 0.3}],
@@ -138,7 +134,6 @@ TABLES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", TABLES, ids=str)
 def test_bias_of_positions(interpreters, case):
     results = interpreters[case.world].run(run_and_count, case, timeout=170.0)
@@ -192,7 +187,6 @@ def run_log_sum_exp(strategy: str, kind: str) -> dict[str, Tensor]:
         return step_of_lse(kind, torch.float32, call)
 
 
-@pytest.mark.slow(but=["softcap-all_gather"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("kind", ["causal", "key_ranges", "softcap", "sinks"])
 def test_gradient_of_the_log_sum_exp(interpreters, kind, strategy):

@@ -123,31 +123,26 @@ CHANGED = [
 ]
 
 
-@pytest.mark.slow(but_every=11)
 @pytest.mark.parametrize("case", MASKS, ids=str)
 def test_mask(interpreter, case):
     run_and_check(interpreter, case)
 
 
-@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shape(interpreter, case):
     run_and_check(interpreter, case)
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("case", DTYPES, ids=str)
 def test_dtype(interpreter, case):
     run_and_check(interpreter, case)
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("case", CHANGED, ids=str)
 def test_softcap_and_dropout(interpreter, case):
     run_and_check(interpreter, case)
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("share", [0.3, 0.999])
 @pytest.mark.parametrize("first", [0, 2**31 - 40])  # where positions wrap around
 def test_every_kernel_drops_what_dropout_drops(interpreter, share, first):

@@ -1,7 +1,7 @@
 """Real models: what docs/compatibility.md says of them is what happens.
 
-Some cases are run, a training step or a forward on two ranks; with --all more of them,
-also through Inductor. `python -m tools.models` runs all of them and writes that page.
+Cases are a training step or a forward on two ranks, some of them through Inductor.
+`python -m tools.models` runs all of them in every setting and writes that page.
 """
 
 import json
@@ -26,7 +26,6 @@ def recorded(case: str, setting: Setting) -> Outcome | None:
     return next((o for o in found if (o.case, o.setting) == (case, setting)), None)
 
 
-@pytest.mark.slow(but=["qwen3/packed"])
 @pytest.mark.parametrize(
     ("case", "setting"), [pytest.param(*run, id=run[0]) for run in fast_half()]
 )
@@ -43,7 +42,6 @@ OF_MIXERS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "setting"),
     [pytest.param(*run, id=f"{run[0]}, {run[1]}") for run in OF_MIXERS],
@@ -52,7 +50,6 @@ def test_mixers_by_a_strategy(pools, case, setting):
     check(pools, case, setting)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [name for name, case in CASES.items() if COMPILED in settings(case)]
 )

@@ -85,14 +85,12 @@ def check(found: list[Run], family: str) -> None:
         assert work < MOST_WORK[family]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("family", MOST_WORK)
 def test_a_training_step(pools, family):
     check(pools[2].run(run, family, True, timeout=390), family)
 
 
-@pytest.mark.slow(but=["wan"])
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("family", MOST_WORK)
 def test_sampling(pools, family):

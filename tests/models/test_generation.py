@@ -47,7 +47,6 @@ def generate(compiled: str, dynamic: bool | None) -> tuple[list, list, Deviation
     return got.tolist(), reference.tolist(), found
 
 
-@pytest.mark.slow(but=["prompt"])
 @pytest.mark.parametrize("compiled", ["prompt", "everything"])
 def test_generated_tokens_are_those_of_one_process(pools, compiled):
     for got, reference, found in pools[2].run(generate, compiled, None, timeout=150):

@@ -137,7 +137,6 @@ def run_model(make) -> tuple[Comparison, int, int]:
     return compared, writes, len(counters["graph_break"])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize(
     ("world", "make", "writes"),

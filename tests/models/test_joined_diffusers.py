@@ -143,7 +143,6 @@ def run(name: str) -> list[Exchange]:
     return [x for x in exchanges if x.kind is Kind.ALL_GATHER]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", MODELS)
 def test_streams_are_joined_without_gathers(pools, name):

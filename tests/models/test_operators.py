@@ -1,8 +1,8 @@
 """torch's own samples of its operators, one dimension cut over two ranks.
 
-One case of each kind of operator always runs. `python -m tools.models operators` runs
-all of them and writes docs/results/operators.json; with --all some operators of that
-record run, the first sample of each with every cut.
+One case of each kind of operator stands in a list. `python -m tools.models operators`
+runs all of them and writes docs/results/operators.json; of each operator of that record
+the first sample is a case here, with every cut.
 """
 
 import json
@@ -71,7 +71,6 @@ def test_a_sample_equals_one_process(pools, case):
 OPERATORS = [row["operator"] for row in json.loads(RECORD.read_text())["rows"]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_each_cut_of_a_first_sample_equals_one_process(pools, operator):
     bugs = []

@@ -80,7 +80,6 @@ def compared(name: str) -> tuple[list[Deviation], int, float]:
     return deviations(found, *wanted), len(counters["graph_break"]), ratio
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_training_step(pools, name):

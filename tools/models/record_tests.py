@@ -1,4 +1,4 @@
-"""Record what pytest reported, for docs/compatibility.md; see `tools/test --record`.
+"""Record what pytest reported, for docs/compatibility.md; see `tools/test`.
 
     python -m tools.models.record_tests REPORT.xml...
 

@@ -12,8 +12,8 @@ _INTRODUCTION = """\
 ## Versions of torch
 
 The tests of this repository with several versions of torch, by folder. Cells are
-written by `tools/test --torch VERSION --record`; with the name of a folder, it runs all
-tests of that folder. An empty cell was not run.
+written by `tools/test --torch VERSION --record-counts`; with the name of a folder, it
+runs all tests of that folder. An empty cell was not run.
 """
 
 

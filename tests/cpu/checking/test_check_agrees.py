@@ -88,7 +88,6 @@ def on_rank(name: str) -> Reported:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.slow(but=["nn_encoder/default"])
 def test_check_is_what_a_run_reports(pools, name: str) -> None:
     case = CASES[name]
     ((inputs, _),) = calls(case, SETTING)

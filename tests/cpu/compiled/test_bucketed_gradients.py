@@ -47,7 +47,6 @@ def run(megabytes: float, length: int) -> tuple[list[Deviation], Counter[str], i
     return found, sent, size
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [32, 33], ids=["even", "uneven"])
 @pytest.mark.parametrize("megabytes", [25.0, 0.008, 0.0], ids=["one", "small", "off"])
 def test_gradients_travel_in_buckets(pools, megabytes: float, length: int) -> None:

@@ -88,12 +88,6 @@ def run_dtensors_on_grid(case: AttentionCase, inner: str) -> Attended:
 RUN = {"plain": run_plain, "dtensor": run_dtensors}
 
 
-@pytest.mark.slow(
-    but=[
-        "ring-plain-aot_eager-True-2-float64-1-3",
-        "ulysses-plain-aot_eager-True-1-float32-4-64",
-    ]
-)
 @pytest.mark.parametrize(
     "values",
     selected_cases(AXES),
@@ -119,11 +113,6 @@ GRID = {
 }
 
 
-@pytest.mark.slow(
-    but=[
-        "ring-run_dtensors_on_grid-aot_eager-False-(4, 4)-float64-64",
-    ]
-)
 @pytest.mark.parametrize(
     "values",
     selected_cases(GRID),
@@ -153,7 +142,6 @@ def run_two_lengths(first: AttentionCase, second: AttentionCase) -> list[Attende
     return results
 
 
-@pytest.mark.slow
 def test_the_length_may_change_from_call_to_call(pools):
     first, second = AttentionCase(seq=64), AttentionCase(seq=48)
     for results in pools[2].run(run_two_lengths, first, second, timeout=120):

@@ -170,7 +170,6 @@ OTHERS = [
 CASES = [*DEFAULT, *(x for x in OTHERS if x not in DEFAULT)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "strategy", "setting"), CASES)
 def test_a_neighbour_changes_nothing(pools, name, strategy, setting):

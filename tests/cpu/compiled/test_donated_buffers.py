@@ -53,7 +53,6 @@ def run(ranks: int) -> list[Deviation]:
     return deviations(gradients(model, compiled, x), *want)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_no_operand_of_a_function_is_written_into(pools) -> None:
     """Its memory belongs to the caller, who uses it again (torch_fixes.md)."""

@@ -29,7 +29,6 @@ def messages(
     return found, Counter(name.split("::")[1] for name in names)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [ModuleEncoder, SequenceFirst])
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("tokens", [16, 17])

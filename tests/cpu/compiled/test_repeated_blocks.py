@@ -59,7 +59,6 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("kind", "given"), KINDS.values(), ids=KINDS)
 def test_numbers_are_those_of_separate_blocks(pools, kind, given):
@@ -80,7 +79,6 @@ def check_pair(one: Ran, other: Ran) -> None:
     check(deviations(one.values, other.values))  # the last bits may differ
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_length_that_is_a_symbol(pools):
     kind, given = Kind(), {"strategy": "ring", "layout": "zigzag"}

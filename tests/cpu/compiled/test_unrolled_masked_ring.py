@@ -127,7 +127,6 @@ def run_ring(
 HOPS = {Window: 1, BothSides: 2}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("make", "length", "world", "layout"),

@@ -99,7 +99,6 @@ def run(case: AttentionCase, unroll: int, dynamic: bool) -> list[Ran]:
     return ran
 
 
-@pytest.mark.slow(but=["2-48-True-4-float32-True"])
 @pytest.mark.parametrize(
     "values",
     selected_cases(AXES),
@@ -134,7 +133,6 @@ HYBRIDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     selected_cases(HYBRIDS),
@@ -176,7 +174,6 @@ def run_zigzag(strategy: str, unroll: int) -> tuple[list[tuple], list[int], set[
     return found, shifts, layouts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ring"), [("ring", 4), ("hybrid", 2)])
 def test_zigzag_of_any_length(pools, strategy, ring):
     """One program: each rank has its halves in it as expressions of the length."""

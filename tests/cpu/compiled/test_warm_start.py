@@ -94,7 +94,6 @@ def one_rank_forgets() -> list[Start]:
         return [*starts, start(Kind(), ZIGZAG), start(Kind(), ZIGZAG)]
 
 
-@pytest.mark.slow
 def test_all_ranks_find_the_program_or_none_does(pools) -> None:
     for rank, starts in enumerate(pools[2].run(one_rank_forgets, timeout=170)):
         cold, warm, lost, again = starts
@@ -118,7 +117,6 @@ def one_rank_has_an_older_program() -> list[tuple[int, int, int]]:
         return [each.cache for each in starts]
 
 
-@pytest.mark.slow
 def test_programs_of_two_compilations_do_not_run_together(pools) -> None:
     """Each rank has a program, and rank 1 one of an earlier compilation."""
     for found in pools[2].run(one_rank_has_an_older_program, timeout=170):
@@ -139,7 +137,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 def test_another_option_is_another_program(pools, options) -> None:
     for found in pools[2].run(another_program, options, timeout=170):
@@ -162,7 +159,6 @@ def twice(kind: Kind, options: dict[str, object]) -> list[Start]:
         return [start(kind, options, layers=4) for _ in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
 def test_every_kind_of_program(pools, kind, options) -> None:
@@ -192,7 +188,6 @@ def check_lengths(found: list, programs: list[int]) -> None:
     assert (cold[1], warm[1]) == (0, 0)
 
 
-@pytest.mark.slow
 def test_symbolic_lengths(pools) -> None:
     """Programs for many lengths are not kept, and are right at every start.
 
@@ -203,7 +198,6 @@ def test_symbolic_lengths(pools) -> None:
         check_lengths(found, [0, 0, 1, 1])
 
 
-@pytest.mark.slow
 def test_masks_of_symbolic_lengths(pools) -> None:
     """What masks say of all lengths is a constant of the program."""
     starts = ((67, 64), (33, 90))
@@ -258,7 +252,6 @@ def start_opaque() -> tuple[tuple[int, ...], str]:
     return (found["autograd_cache_hit"], found["autograd_cache_saved"]), lines[0]
 
 
-@pytest.mark.slow
 def test_what_has_no_text_is_compiled_again(pools) -> None:
     for counted, line in pools[2].run(start_opaque, timeout=80):
         assert counted == (0, 0)
@@ -279,7 +272,6 @@ def start_without_a_key() -> tuple[Start, list[str]]:
         return start(Kind(), ZIGZAG), lines
 
 
-@pytest.mark.slow
 def test_the_log_says_where_torch_keeps_nothing(pools) -> None:
     for found, lines in pools[2].run(start_without_a_key, timeout=90):
         check(found.errors)
@@ -299,7 +291,6 @@ def on_another_machine() -> list[Start]:
         return [cold, start(Kind(), ZIGZAG)]
 
 
-@pytest.mark.slow
 def test_what_was_saved_is_found_in_an_empty_cache(pools) -> None:
     """By torch.compiler.save_cache_artifacts, as for a machine that starts later."""
     for cold, warm in pools[2].run(on_another_machine, timeout=175):

@@ -53,7 +53,6 @@ def run(compiled: str) -> tuple[list[Deviation], int]:
     return deviations(step(), exact), len(exact)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["whole", "base"])
 def test_lora(pools, compiled: str) -> None:
     for found, count in pools[2].run(run, compiled, timeout=170):

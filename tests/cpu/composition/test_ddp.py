@@ -238,7 +238,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow(but=["ddp of compiled"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_equal_those_of_one_process(pools, case: Case) -> None:
     for deviations, calls, buckets in pools[case.ranks].run(run, case, timeout=150):
@@ -296,7 +295,6 @@ def run_messages(local: bool) -> tuple[list[Deviation], list[str], list[str]]:
     return compare(result, in_one_process(TOKENS)), events, warnings
 
 
-@pytest.mark.slow
 def test_a_whole_graph_sends_when_its_backward_has_ended(pools) -> None:
     for deviations, events, warnings in pools[2].run(run_messages, False, timeout=150):
         check(deviations)
@@ -307,7 +305,6 @@ def test_a_whole_graph_sends_when_its_backward_has_ended(pools) -> None:
         assert "cp.ContextParallel()" in text
 
 
-@pytest.mark.slow
 def test_local_blocks_send_beside_the_backward(pools) -> None:
     """What the warning advises."""
     for deviations, events, warnings in pools[2].run(run_messages, True, timeout=150):

@@ -160,7 +160,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=["3-sharded-setitem-aot_eager"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_prompt_and_tokens(pools, case: Case) -> None:
     """One graph for every length of prompt, and one for any number of tokens."""

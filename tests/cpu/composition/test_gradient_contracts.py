@@ -93,7 +93,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "over"), CASES, ids=[f"{how}-{over}" for how, over in CASES]
 )
@@ -150,7 +149,6 @@ def test_contradictions_are_refused(pools, over, grad_sync, needed) -> None:
     assert needed in text
 
 
-@pytest.mark.slow
 def test_reduce_may_be_named(pools) -> None:
     """Complete gradients have the right mean too; they cost another all-reduce."""
     for found in pools[4].run(run, "blocks", "dp_cp", "reduce", timeout=120):
@@ -250,7 +248,6 @@ def run_reentrant(first_wrapped: bool) -> str:
     return "right"
 
 
-@pytest.mark.slow
 def test_a_reentrant_checkpoint_that_is_unwrapped_later(pools) -> None:
     """Its forward runs without gradients, and its program under the backward."""
     for text in pools[2].run(run_reentrant, True, timeout=90):
@@ -258,6 +255,5 @@ def test_a_reentrant_checkpoint_that_is_unwrapped_later(pools) -> None:
         assert "they are managed by no wrapper now" in text
 
 
-@pytest.mark.slow
 def test_a_reentrant_checkpoint_that_is_never_wrapped(pools) -> None:
     assert pools[2].run(run_reentrant, False, timeout=90) == ["right"] * 2

@@ -40,7 +40,6 @@ def run(script: str, ranks: int, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_training_and_resuming_on_other_numbers_of_ranks(tmp_path) -> None:
     """float64; what is printed has 12 digits, AdamW may amplify what follows them."""
@@ -58,7 +57,6 @@ def test_training_and_resuming_on_other_numbers_of_ranks(tmp_path) -> None:
             assert values == pytest.approx(alone[step], rel=1e-9), (ranks, step)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_trainer_of_transformers(tmp_path) -> None:
     """float32, of which six digits are printed."""
@@ -80,7 +78,6 @@ def test_trainer_of_transformers(tmp_path) -> None:
             assert [*map(float, ours)] == pytest.approx([*map(float, wanted)], rel=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tokens_of_transformers() -> None:
     """Two graphs, of the prompt and of a token, and 1/N of the keys on each rank."""
@@ -104,7 +101,6 @@ def steps(script: str, ranks: int, *options: str) -> list[tuple[float, float]]:
     return [(float(loss), float(norm)) for loss, norm in lines]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("library", ["fabric", "accelerate"])
 def test_loops_of_libraries(library: str) -> None:
@@ -117,7 +113,6 @@ def test_loops_of_libraries(library: str) -> None:
             assert ours == pytest.approx(wanted, rel=1e-9)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
 def test_post_training(method: str) -> None:
@@ -140,7 +135,6 @@ def test_the_page_about_post_training_quotes_its_scripts() -> None:
     assert quoted and all(code in scripts for code in quoted)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     importlib.util.find_spec("trl") is None,

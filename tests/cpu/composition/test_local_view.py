@@ -84,7 +84,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow(but=["uneven"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_training_in_the_local_view(pools, case) -> None:
     (dp, ranks), tokens = case[0], case[1]
@@ -144,7 +143,6 @@ def run_loss_inside(inner: str, tokens: int) -> list[Deviation]:
     return deviations({"loss": loss.detach()} | gradients(loss, model), exact)
 
 
-@pytest.mark.slow(but=["aot_eager-17"])
 @pytest.mark.parametrize("tokens", [16, 17])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_loss_inside_of_a_module(pools, inner: str, tokens: int) -> None:

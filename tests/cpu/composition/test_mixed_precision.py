@@ -66,7 +66,6 @@ def fsdp(
     return rounded_gradients(model, *(local_rows(x, rows.get_group()) for x in batch))
 
 
-@pytest.mark.slow(but=["autocast-aot_eager"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("how", ["autocast", "parameters", "policy"])
 def test_errors_are_those_without_context_parallelism(pools, how, inner) -> None:

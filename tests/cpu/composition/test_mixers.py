@@ -84,7 +84,6 @@ def compared(
     return deviations(got, wanted), counters["cpcompile"]["exchange_mixers"]
 
 
-@pytest.mark.slow(but=["fsdp-shape1-exchange-16"])
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("tokens", [16, 18, 37])
 @pytest.mark.parametrize("mixers", ["exchange", "auto"])

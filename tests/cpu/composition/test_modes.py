@@ -60,13 +60,11 @@ def run_backward(compiled_too: bool) -> list[Deviation]:
     return deviations(got, exact())
 
 
-@pytest.mark.slow
 def test_a_whole_step_under_compiled_autograd(pools) -> None:
     for found in pools[2].run(run_whole_step, timeout=90):
         check(found)
 
 
-@pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("compiled_too", [True, False])
 def test_compiled_autograd_around_a_part(pools, compiled_too: bool) -> None:
     for found in pools[2].run(run_backward, compiled_too, timeout=90):

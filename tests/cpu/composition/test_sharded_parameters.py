@@ -78,7 +78,6 @@ def run(shape: tuple[int, int], tokens: int, how: str, inner: str) -> list[Devia
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow(but=["whole-shape0-18-aot_eager"])
 @pytest.mark.parametrize(
     ("how", "shape", "tokens", "inner"),
     [
@@ -100,7 +99,6 @@ def test_training(pools, how, shape, tokens, inner) -> None:
         check(found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_rows_that_ranks_do_not_divide(pools, inner) -> None:
     for found in pools[3].run(run, (1, 3), 17, "whole", inner, timeout=170):
@@ -127,7 +125,6 @@ def run_local(tokens: int, layout: str) -> list[Deviation]:
     return compare(got, in_one_process(tokens))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_training_in_the_local_view(pools, layout) -> None:
     for found in pools[4].run(run_local, 17, layout, timeout=170):
@@ -154,7 +151,6 @@ def count(keep: bool) -> tuple[Counter[str], Counter[str]]:
     return sent[0], sent[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 def test_all_parameters_travel_together(pools, keep) -> None:
     """They fit into one bucket; the other all-gather brings the logits together."""
@@ -236,7 +232,6 @@ def resume(folder: str) -> dict[str, Tensor]:
     return steps_of(model, optimizer, mesh, 2, 3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_a_checkpoint_of_two_ranks_is_resumed_by_others(pools, tmp_path, ranks) -> None:
     wanted, _ = pools[2].run(save, str(tmp_path), timeout=120)
@@ -265,7 +260,6 @@ def run_mixed() -> tuple[float, float]:
     return relative_error(got, exact), relative_error(rounded, exact)
 
 
-@pytest.mark.slow
 def test_gathered_in_bfloat16(pools) -> None:
     for with_cp, alone in pools[2].run(run_mixed):
         assert with_cp <= 1.5 * alone, (with_cp, alone)

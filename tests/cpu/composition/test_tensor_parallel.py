@@ -65,7 +65,6 @@ def run(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharded", "how", "shape", "tokens", "inner"),
     [
@@ -126,7 +125,6 @@ def run_local(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "sharded", "layout", "checkpointed", "inner"),
     [
@@ -236,7 +234,6 @@ def run_counted(sharded: str, strategy: str) -> tuple[Sent, Sent, Sent, int, int
     return alone, ours, in_graph, len(placements), placements.count((Partial(),))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sharded", ["tokens", "heads"])
 @pytest.mark.parametrize("strategy", ATTENTION)
 def test_what_a_step_sends(pools, sharded, strategy) -> None:

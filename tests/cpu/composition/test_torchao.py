@@ -165,8 +165,8 @@ KINDS = (*TRAINED, *ROUNDED, *ADAPTED)
     ("kinds", "inner"),
     [
         pytest.param(("float8", "aware", "int8", "nf4"), "aot_eager", id="some"),
-        pytest.param(KINDS, "aot_eager", id="all", marks=pytest.mark.slow),
-        pytest.param(("float8", "int8"), "inductor", id="code", marks=pytest.mark.slow),
+        pytest.param(KINDS, "aot_eager", id="all"),
+        pytest.param(("float8", "int8"), "inductor", id="code"),
     ],
 )
 def test_steps_equal_one_process(pools, kinds, inner):

@@ -110,7 +110,6 @@ def on_ranks(world: int, dropout: float) -> tuple[Values, str]:
     return found, digest.hexdigest()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world", [2, 3])
 def test_it_equals_one_process(pools, world):
@@ -126,7 +125,6 @@ def test_it_equals_one_process(pools, world):
     check(deviations(found, alone))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_with_dropout_parameters_stay_bitwise_equal(pools):
     every = pools[2].run(on_ranks, 2, 0.2, timeout=500)

@@ -61,7 +61,6 @@ def launch(end: Namespace, node: int, first: Namespace, rendezvous: str) -> list
     return end.inside(["--nnodes=2", "--nproc-per-node=2", *options[rendezvous]])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("axes", [("--dp=2", "--cp=2"), ("--cp=4",)], ids=["2x2", "4"])
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])

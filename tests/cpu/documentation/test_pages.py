@@ -78,6 +78,5 @@ def test_code_of_a_page(pools, page):
     assert pools[2].run(run_page, page, timeout=150) == [count] * 2
 
 
-@pytest.mark.slow
 def test_code_for_four_ranks(pools):
     assert pools[4].run(run_page, "behaviour.md", timeout=150)[0] > 0

@@ -37,7 +37,6 @@ def run(
     return found, Counter(e.name for e in profile.events())
 
 
-@pytest.mark.slow(but=["sliced-16-2"])
 @pytest.mark.parametrize(("length", "ranks"), [(16, 1), (16, 2), (13, 3), (20, 4)])
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(pools, name: str, length: int, ranks: int) -> None:
@@ -49,7 +48,6 @@ def test_forms(pools, name: str, length: int, ranks: int) -> None:
         assert calls["cp::halo_exchange"] == (0 if rows_are_cut else 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "fold"])
 @pytest.mark.parametrize("name", ["sliced_dilated", "padded"])
 def test_layouts(pools, name: str, layout: str) -> None:
@@ -60,7 +58,6 @@ def test_layouts(pools, name: str, layout: str) -> None:
         assert calls["cp::halo_exchange"] == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sliced", "conformer"])
 def test_with_inductor(pools, name: str) -> None:
     options = {"inner": "inductor"}
@@ -69,7 +66,6 @@ def test_with_inductor(pools, name: str) -> None:
         assert calls["cp::halo_exchange"] > 0
 
 
-@pytest.mark.slow(but=["reflected"])
 @pytest.mark.parametrize("name", TWINS)
 def test_twins(pools, name: str) -> None:
     for found, calls in pools[2].run(run, name, 2, 16, {}, timeout=120):

@@ -34,7 +34,6 @@ def run_values(shape, dtype):
         assert torch.equal(exchange(found, target, source, whole), x)
 
 
-@pytest.mark.slow(but=["3-shape1-dtype0", "2-shape0-dtype1"])
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool]
 )

@@ -56,9 +56,6 @@ def run(length: int, dim: int, dtype: torch.dtype) -> None:
         assert_close("gradient", x.grad, grad, grad.to(dtype))
 
 
-@pytest.mark.slow(
-    but=["float64-1-16-2", "float64-0-13-3", "float64-2-5-4", "bfloat16-1-13-3"]
-)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dim", [0, 1, 2])

@@ -237,7 +237,6 @@ def run_in_layout(name, strategy, layout):
         )
 
 
-@pytest.mark.slow(but=["DeltaRule-exchange"])
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("name", "strategy"),
@@ -270,7 +269,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=["DeltaRule-3-states-1-14", "FusedDocuments-2-exchange-1-13"])
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("name", "world", "strategy", "batch", "tokens"), CASES)
 def test_a_kernel_equals_one_process(pools, name, world, strategy, batch, tokens):
@@ -287,7 +285,6 @@ def test_a_kernel_equals_one_process(pools, name, world, strategy, batch, tokens
             assert comparison.warnings == []
 
 
-@pytest.mark.slow(but=["exchange"])
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("strategy", ["exchange", "states"])
 def test_inductor_runs_a_kernel(pools, strategy):
@@ -325,7 +322,6 @@ def of_many_lengths(strategy):
     return found, programs, counters["cpcompile"]["exchange_mixers"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("strategy", ["exchange", "states"])
 def test_a_kernel_takes_many_lengths(pools, strategy):
@@ -355,7 +351,6 @@ def beside_data_parallelism():
     return deviations(found, wanted), texts
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_states_pass_along_one_axis_of_a_mesh(pools):
     for found, texts in pools[4].run(beside_data_parallelism, timeout=90):
@@ -396,7 +391,6 @@ def test_states_have_one_size_for_all_lengths(pools):
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.slow
 def test_an_exchange_grows_with_the_length(pools):
     (short, text), _ = pools[2].run(explained, "DeltaRule", "exchange", 16)
     (long, _), _ = pools[2].run(explained, "DeltaRule", "exchange", 64)

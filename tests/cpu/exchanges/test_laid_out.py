@@ -102,7 +102,6 @@ def pick(dim: int, index: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: x.index_select(dim, index)
 
 
-@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_on_one_axis(pool, layout, length):

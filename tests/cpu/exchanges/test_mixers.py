@@ -64,7 +64,6 @@ def test_what_is_exchanged_is_listed(pools):
     assert not any(purpose is Purpose.VALUE for _, purpose in listed)
 
 
-@pytest.mark.slow(but=["Lightning-2-1-16", "ConvolvedGRU-3-1-20"])
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("name", "world", "batch", "tokens"), CASES)
 def test_a_mixer_equals_one_process(pools, name, world, batch, tokens):

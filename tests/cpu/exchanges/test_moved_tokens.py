@@ -113,7 +113,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but_every=31)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("world", [2, 3, 4, 1])
 @pytest.mark.parametrize("length", [17, 24, 5])

@@ -49,7 +49,6 @@ def received(name, strategy, tokens):
     return sums[Purpose.MIXER], sums[Purpose.VALUE]
 
 
-@pytest.mark.slow(but=["DeltaRule-states-16"])
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("name", "strategy", "tokens"),

@@ -70,7 +70,6 @@ def lengths(world):
     return [64, 67, 2 * world + 1, world + 1, world, world - 1, 1, 0]
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize(
     ("world", "length"), [(w, length) for w in WORLDS for length in lengths(w)]
 )
@@ -79,9 +78,6 @@ def test_values(pools, world, length):
         pools[world].run(move_all, length, dim, torch.float64)
 
 
-@pytest.mark.slow(
-    but=["torch.bfloat16", "torch.int64", "torch.bool", "torch.float8_e4m3fn"]
-)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(pools, dtype):
     pools[3].run(move_all, 67, 1, dtype)
@@ -143,7 +139,6 @@ def differentiate(length, dim):
         assert_close("second", second, local(6 * w * x * v, dim, source))
 
 
-@pytest.mark.slow(but=["64-2", "67-2", "67-3", "5-4"])
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("length", [64, 67, 5])
 def test_gradients(pools, world, length):
@@ -180,7 +175,6 @@ def check_messages(length):
         assert received.nbytes == token_bytes * len(after[rank] - before[rank])
 
 
-@pytest.mark.slow(but=["64-2", "64-3", "67-2", "3-4"])
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("length", [64, 67, 3])
 def test_only_what_moves_is_sent(pools, world, length):

@@ -78,14 +78,12 @@ def on_a_line(placement, length, *how):
     run_there_and_back(mesh, (placement,), (3, length, 4), *how)
 
 
-@pytest.mark.slow(but=["16-S(1)", "16-S(2)", "17-S(1)", "17-R"])
 @pytest.mark.parametrize("placement", [Shard(1), Shard(2), Replicate()], ids=str)
 @pytest.mark.parametrize("length", [16, 17])
 def test_dtensors(pools, placement, length):
     pools[3].run(on_a_line, placement, length, None)
 
 
-@pytest.mark.slow(but=["2-16-True-aot_eager", "3-17-True-aot_eager"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize(("world", "length"), [(2, 16), (3, 17)])
@@ -102,7 +100,6 @@ def test_two_mesh_axes(pools, other):
     pools[4].run(on_a_square, other, None)
 
 
-@pytest.mark.slow(but=["aot_eager"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_on_two_mesh_axes(pools, backend):
     pools[4].run(on_a_square, Shard(0), backend, timeout=120)

@@ -51,7 +51,6 @@ def shift_once(dtype):
     return works_left()
 
 
-@pytest.mark.slow(but=["dtype0-4", "dtype1-2", "dtype2-2", "dtype2-3"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_previous_rank_sends(pools, world, dtype):

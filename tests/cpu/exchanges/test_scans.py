@@ -38,7 +38,6 @@ def run_in_layout(strategy):
     )
 
 
-@pytest.mark.slow(but=["states"])
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("strategy", ["exchange", "states"])
 def test_a_scan_beside_attention_in_a_balanced_layout(pools, strategy):
@@ -46,7 +45,6 @@ def test_a_scan_beside_attention_in_a_balanced_layout(pools, strategy):
         comparison.check()
 
 
-@pytest.mark.slow(but=["Associative-states-3-1"])
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(("name", "strategy", "world", "batch"), CASES)
 def test_a_scan_equals_one_process(pools, name, strategy, world, batch):

@@ -84,7 +84,6 @@ def run(case: str, lengths: tuple[int, ...], world: int, strategy: str) -> list[
     return [pair.step(length) for length in lengths]
 
 
-@pytest.mark.slow(but=["holes-2"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("case", ["numbers", "lowest", "window", "blocks", "holes"])
 def test_loss_and_gradients(pools, case, world):
@@ -95,7 +94,6 @@ def test_loss_and_gradients(pools, case, world):
         assert sharded
 
 
-@pytest.mark.slow
 def test_each_length_has_its_part(pools):
     """Rows of the first part; the second length would be a symbol."""
     lengths = (24, 32, 17, LONGEST, 24)
@@ -115,7 +113,6 @@ def run_changed(kind: str, case: str, world: int, model: type = Masked) -> list[
     return [*answers, pair.step()]
 
 
-@pytest.mark.slow(but=["numbers-in place-2"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("case", ["numbers", "bool"])
@@ -129,7 +126,6 @@ def test_a_buffer_that_changes_between_calls(pools, case, kind, world):
             assert sharded
 
 
-@pytest.mark.slow(but=["replaced-2"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", CHANGES)
 def test_an_attribute_that_changes_between_calls(pools, kind, world):
@@ -154,7 +150,6 @@ def run_often_changed(world: int) -> tuple[list[tuple], int]:
     return answers, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
 def test_a_buffer_that_goes_on_changing_is_a_bias(pools):
     """Without it Dynamo would give up, and every rank run all of it in eager."""
     for answers, graphs in pools[2].run(run_often_changed, 2, timeout=170):

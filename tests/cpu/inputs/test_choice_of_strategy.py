@@ -95,7 +95,6 @@ def on_a_grid(names, strategy):
     return plans_of(Layers(), *operands(), mesh=mesh, axis=names, strategy=strategy)
 
 
-@pytest.mark.slow(but=["names1-hybrid 2 (ring) in 2"])
 @pytest.mark.parametrize(
     ("names", "label"),
     [

@@ -95,7 +95,6 @@ class Padded(nn.Module):
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.slow(but=["aot_eager"])
 def test_booleans_are_gathered(pools, inner):
     """Inductor's own lowering makes int64 of them, and fails where they are read."""
     for found in pools[2].run(padded_step, inner, timeout=170):
@@ -144,7 +143,6 @@ class OneHead(nn.Module):
         return y.square().mean()
 
 
-@pytest.mark.slow(but=["lengths1-convolution-dtensor"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("kind", ["linear", "convolution", "mask", "token"])
 @pytest.mark.parametrize("lengths", [(31, 20), (8, 12)])
@@ -154,7 +152,6 @@ def test_a_second_length(pools, door, kind, lengths):
         check(found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "mask"])
 def test_a_second_length_that_leaves_one_rank_its_part(pools, kind):
     """The last of three ranks has 4 tokens of 16, and of 12."""

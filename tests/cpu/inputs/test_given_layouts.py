@@ -144,7 +144,6 @@ def run_function(fn, length, layout, options):
     return found, [c.plan.layout.value for c in report.calls if c.plan]
 
 
-@pytest.mark.slow(but=["layers-12-zigzag", "untouched-13-fold"])
 @pytest.mark.parametrize(
     ("fn", "length", "layout"),
     [
@@ -164,7 +163,6 @@ def test_results_and_gradients(pools, fn, length, layout):
         assert set(layouts) <= {layout} and bool(layouts) == (fn is not untouched)
 
 
-@pytest.mark.slow(but=["13-zigzag"])
 @pytest.mark.parametrize(("length", "layout"), [(12, "striped"), (13, "zigzag")])
 def test_a_call_under_a_mask(pools, length, layout):
     args = (masked, length, layout, {})
@@ -174,7 +172,6 @@ def test_a_call_under_a_mask(pools, length, layout):
         assert layouts == [layout, under_mask, layout]
 
 
-@pytest.mark.slow(but=["13-fold"])
 @pytest.mark.parametrize(("length", "layout"), [(12, "zigzag"), (13, "fold")])
 def test_a_graph_that_is_gathered(pools, length, layout):
     """One byte is too little for a ring."""
@@ -189,7 +186,6 @@ def run_plain(fn, length, layout):
     return compared(compiled(fn, **options), fn, data(length)[0], None)
 
 
-@pytest.mark.slow(but=["finer-12"])
 @pytest.mark.parametrize(
     ("fn", "length"),
     [(finer, 12), (coarser, 12), (as_many_as_tokens, 6), (one_table_twice, 8)],
@@ -212,7 +208,6 @@ def run_one_program():
     return found, graphs
 
 
-@pytest.mark.slow
 def test_another_layout_is_compiled_anew(pools):
     for found, graphs in pools[RANKS].run(run_one_program):
         check(found)
@@ -233,7 +228,6 @@ def run_two_lengths(layout, other_layout):
     return [deviation(f"result {n}", *each) for n, each in enumerate(pairs)]
 
 
-@pytest.mark.slow(but=["layouts1"])
 @pytest.mark.parametrize(
     "layouts",
     [("striped", "striped"), ("fold", "contiguous"), ("contiguous", "zigzag")],
@@ -269,14 +263,6 @@ def run_refused(layouts, options):
     return "nothing was raised"
 
 
-@pytest.mark.slow(
-    but=[
-        "layouts0-options0-striped and zigzag-True",
-        "layouts1-options1-fold and zigzag-True",
-        "layouts1-options1-fold and zigzag-False",
-        "layouts2-options2-contiguous and fold-True",
-    ]
-)
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(
     ("layouts", "options", "names"),

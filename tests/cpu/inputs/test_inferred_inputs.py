@@ -56,7 +56,6 @@ def distributed_calls(name: str, seq: int, world: int) -> list[int]:
     return [r.distributed_calls for r in reports]
 
 
-@pytest.mark.slow(but=["Base-16-2"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
 @pytest.mark.parametrize(
@@ -93,7 +92,6 @@ def run_model(name: str, seq: int, world: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("seq", "world"), [(64, 2), (37, 3)])
 @pytest.mark.parametrize("name", ["small_gpt", "checkpoint_all", "llama"])
@@ -132,7 +130,6 @@ def run_lengths(dynamic: bool | None) -> tuple[list[int], list[Deviation]]:
     return numbers, found
 
 
-@pytest.mark.slow
 def test_a_length_may_be_a_symbol(pools):
     for numbers, found in pools[2].run(run_lengths, True, timeout=90):
         assert numbers == [0, 0, 0, 1]

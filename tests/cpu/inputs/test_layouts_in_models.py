@@ -19,10 +19,7 @@ from tests.cpu.model_cases import check_model, run_model
 from tests.support.bounds import check, deviations, gradients
 
 LAYOUTS = ["zigzag", "striped", "fold"]
-IN_ONE_LAYOUT = pytest.mark.parametrize(
-    "layout",
-    ["zigzag", *(pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS[1:])],
-)
+IN_ONE_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
 PLAIN = ("small_gpt", 64, 2, "plain", 0)
 SHARDED = ("small_gpt", 50, 4, "dtensor", 2)
 CHECKPOINTED = ("checkpoint_one", 64, 2, "plain", 0)
@@ -45,7 +42,6 @@ def check_run(case, layout, inner, strategy, pools):
         assert run["relayouts"] == [(left, 8 - left)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", IN_ALL_LAYOUTS, ids=str)
@@ -53,13 +49,11 @@ def test_training_step(pools, case, layout):
     check_run(case, layout, "aot_eager", "ring", pools)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [SHARDED, ("checkpoint_one", 41, 2, "plain", 0)])
 def test_more_training_steps_in_zigzag(pools, case):
     check_run(case, "zigzag", "aot_eager", "ring", pools)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("case", "layout", "strategy"),
@@ -74,13 +68,11 @@ def test_training_step_with_inductor(pools, case, layout, strategy):
     check_run(case, layout, "inductor", strategy, pools)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["all_gather", "hybrid"])
 def test_other_strategies(pools, strategy):
     check_run(("small_gpt", 50, 4, "plain", 0), "zigzag", "aot_eager", strategy, pools)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @IN_ONE_LAYOUT
 def test_a_graph_break_in_the_middle(pools, layout):
@@ -153,7 +145,6 @@ def run_mixed(kinds, seq, world, layout, dropout, axes):
     return deviations(found, exact), report.relayouts_left
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
@@ -174,7 +165,6 @@ def test_around_a_call_that_mixes_tokens(
         assert relayouts == left
 
 
-@pytest.mark.slow
 @IN_ONE_LAYOUT
 def test_two_mesh_axes(pools, layout):
     args = (run_mixed, "aa", 37, 4, layout, 0.0, 2)

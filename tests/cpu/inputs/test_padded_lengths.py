@@ -44,7 +44,6 @@ MODELS = [
 ]
 
 
-@pytest.mark.slow(but=["encoder-aot_eager"])
 @pytest.mark.parametrize(("name", "inner", "ranks"), MODELS)
 def test_one_program_serves_them(pools, name, inner, ranks):
     args = (name, "plain", inner, True, LENGTHS)
@@ -58,7 +57,6 @@ def run_reported(name) -> list[str]:
     return [" ".join(x.edges()) for x in reports]
 
 
-@pytest.mark.slow
 def test_the_report_says_so(pools):
     for first, second in pools[2].run(run_reported, "attention", timeout=90):
         assert "any length: padded inside to a multiple of 2" in first
@@ -70,7 +68,6 @@ def run_forced(args) -> list[tuple]:
     return run(*args, strategy="ring")
 
 
-@pytest.mark.slow
 def test_a_balanced_layout(pools):
     args = ("small_gpt", "plain", "aot_eager", True, LENGTHS)
     options = {"layout": "zigzag", "strategy": "ring"}
@@ -78,7 +75,6 @@ def test_a_balanced_layout(pools):
     check_balanced(answers, "zigzag", [0] * len(LENGTHS))
 
 
-@pytest.mark.slow
 def test_the_second_length_makes_it_symbolic(pools):
     args = ("small_gpt", "plain", "aot_eager", None, (67, 66, 41, 96))
     answers = pools[3].run(run, *args, timeout=90)
@@ -111,7 +107,6 @@ def run_logged(name) -> tuple[list[tuple], str]:
     return found, "\n".join(lines)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_may_read_the_padding_is_compiled_per_length(pools, name):
     answers = pools[2].run(run_logged, name, timeout=90)
@@ -132,7 +127,6 @@ def run_dropout(dynamic: bool) -> Values:
     return values
 
 
-@pytest.mark.slow
 def test_dropout_of_attention_is_that_of_one_length(pools):
     symbolic, fixed = (pools[2].run(run_dropout, x, timeout=90) for x in (True, False))
     for one, other in zip(symbolic, fixed, strict=True):

@@ -9,7 +9,6 @@ PER_LENGTH = {"TokensMeet"}  # the experts depend on all tokens
 NAMES = (*ROUTED, "written")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_one_program_serves_many_lengths(pools, name):
     args = (name, "plain", "aot_eager", True, (64, 32, 96))
@@ -17,7 +16,6 @@ def test_one_program_serves_many_lengths(pools, name):
     check(answers, [0, 1, 2] if name in PER_LENGTH else [0, 0, 0])
 
 
-@pytest.mark.slow
 def test_compiled_by_inductor(pools):
     args = ("Twice", "plain", "inductor", True, (67, 64, 33))
     check(pools[2].run(run_forced, args, timeout=170), [0, 0, 0])
@@ -28,7 +26,6 @@ PADDED = ("Switch", "Unflattened", "Twice", "UsedExperts", "WeightedCounts")
 REFUSED = ("Routed", "ScatterAdd", "Dense")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PADDED + REFUSED)
 def test_lengths_that_the_ranks_do_not_divide(pools, name):
     args = (name, "plain", "aot_eager", True, (67, 33, 65))

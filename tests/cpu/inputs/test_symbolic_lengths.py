@@ -23,16 +23,10 @@ AXES = {
     "inner": ("aot_eager", "inductor"),
 }
 FOUND = [tuple(case.values()) for case in selected_cases(AXES)]
+CASES = pytest.mark.parametrize(("name", "door", "inner"), FOUND)
 
 
-def cases(*slow: tuple[str, ...]) -> pytest.MarkDecorator:
-    """Those of AXES; `slow` are left out of a run without --all."""
-    marked = [pytest.param(*x, marks=[pytest.mark.slow] * (x in slow)) for x in FOUND]
-    return pytest.mark.parametrize(("name", "door", "inner"), marked)
-
-
-@pytest.mark.slow(but=["attention-plain-aot_eager"])
-@cases(("small_gpt", "plain", "inductor"))
+@CASES
 def test_one_program_serves_many_lengths(pools, name, door, inner):
     """67 is no multiple of 2: plain tensors are padded, DTensors have another program.
 
@@ -44,16 +38,11 @@ def test_one_program_serves_many_lengths(pools, name, door, inner):
     check(pools[2].run(run, *args, timeout=170), [0, 0, 0, 1, last])
 
 
-# A hybrid has exchanges and a ring in one program.
-INNER = dict.fromkeys(SEQUENCE_STRATEGIES, "aot_eager") | {Strategy.HYBRID: "inductor"}
 FORCED = [
-    pytest.param(s.value, inner, marks=[pytest.mark.slow] * (inner != INNER[s]))
-    for s in SEQUENCE_STRATEGIES
-    for inner in ("aot_eager", "inductor")
+    (s.value, inner) for s in SEQUENCE_STRATEGIES for inner in ("aot_eager", "inductor")
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "inner"), FORCED)
 def test_every_strategy_on_four_ranks(pools, strategy, inner):
     """Every rank has the same guards, whatever part of a causal mask it computes."""
@@ -90,7 +79,6 @@ def check_balanced(answers, layout: str, programs: list[int]) -> None:
     assert [layouts for _, layouts in answers] == [{layout}] * len(answers)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "door", "inner", "ranks", "strategy"), BALANCED)
 def test_a_balanced_layout(pools, name, door, inner, ranks, strategy):
     """With 68 tokens a rank has an odd number of them, or halves that are odd."""
@@ -100,7 +88,6 @@ def test_a_balanced_layout(pools, name, door, inner, ranks, strategy):
     check_balanced(answers, "zigzag", [0] * 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["normed", "normed_region"])
@@ -118,7 +105,6 @@ def passes_run(name: str) -> int:
     return counted.call_count
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["normed", "normed_region"])
 def test_floats_are_known_before_the_passes_run(pools, name):
     """AOTAutograd would have Dynamo trace again, after all passes."""
@@ -139,13 +125,11 @@ def run_with_another_scale() -> list[float]:
     return found
 
 
-@pytest.mark.slow
 def test_another_float_is_compiled_anew(pools):
     for found in pools[2].run(run_with_another_scale, timeout=90):
         assert max(found) < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 def test_the_second_length_makes_it_symbolic(pools, door):
     """dynamic=None: the first length is compiled alone, the second for all."""
@@ -153,7 +137,6 @@ def test_the_second_length_makes_it_symbolic(pools, door):
     check(pools[2].run(run, *args, timeout=90), [0, 1, 1, 1])
 
 
-@pytest.mark.slow
 def test_a_marked_dimension(pools):
     args = ("small_gpt", "plain", "aot_eager", None, (64, 32, 96), True)
     check(pools[2].run(run, *args, timeout=90), [0, 0, 0])
@@ -173,10 +156,7 @@ def run_inference(inner: str) -> tuple[int, list[Deviation]]:
     return len(set(map(id, reports))), found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_inference(pools, inner):
     for programs, found in pools[2].run(run_inference, inner, timeout=90):
         assert programs == 1
@@ -199,8 +179,7 @@ def run_across_the_border(name, door, inner) -> list[tuple]:
         return run(name, door, inner, True, (32, 48, 62, 64, 96, 128, 40, 66))
 
 
-@pytest.mark.slow
-@cases(*(x for x in FOUND if x[0] == "small_gpt"))
+@CASES
 def test_the_border_of_a_strategy_recompiles_once(pools, name, door, inner):
     answers = pools[2].run(run_across_the_border, name, door, inner, timeout=170)
     check(answers, [0, 0, 0, 1, 1, 1, 0, 1])
@@ -213,7 +192,6 @@ def test_the_border_of_a_strategy_recompiles_once(pools, name, door, inner):
     ("name", "world", "inner"),
     [("window", 2, "aot_eager"), ("padded", 3, "aot_eager"), ("padded", 2, "inductor")],
 )
-@pytest.mark.slow
 def test_masks(pools, name, world, inner):
     """Key ranges that are known, and ids from data."""
     lengths = tuple(world * n for n in (32, 16, 50))
@@ -222,7 +200,6 @@ def test_masks(pools, name, world, inner):
     check(answers, [0, 0, 0])
 
 
-@pytest.mark.slow
 def test_a_mask_that_nothing_shards(pools):
     """It has a symbol of its own, which follows that of the sequence by a guard."""
     call = ("masked", "aot_eager", (64, 32, 100), {"strategy": "ring"}, None)
@@ -248,7 +225,6 @@ def run_logged(name: str, lengths) -> tuple[list[tuple], list[str]]:
     return found, [text for text in records if "one sequence length" in text]
 
 
-@pytest.mark.slow(but=["shifted"])
 @pytest.mark.parametrize("name", ["InPlace", "shifted", "ModuleEncoder"])
 def test_programs_around_attention(pools, name):
     """Of InPlace some calls run on gathered tensors, whatever the sizes are."""
@@ -257,7 +233,6 @@ def test_programs_around_attention(pools, name):
         assert not texts
 
 
-@pytest.mark.slow
 def test_what_is_only_right_for_padded_lengths_serves_multiples_too(pools):
     """torch cannot slice the last token of a sharded length that is a symbol."""
     for found, texts in pools[2].run(run_logged, "one_token", (64, 32, 96), timeout=90):
@@ -265,7 +240,6 @@ def test_what_is_only_right_for_padded_lengths_serves_multiples_too(pools):
         assert not texts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -20,7 +20,6 @@ def run_saving(name, world, options, seq=SEQ):
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "world", "inner", "strategy"),
@@ -53,7 +52,6 @@ def test_gradients_and_messages(pools, name, world, inner, strategy):
         assert not any("computes attention again" in x for x in new["warnings"])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
 def test_attention_again_if_nothing_else_is_left(pools, strategy):
@@ -86,7 +84,6 @@ def run_refused(options):
     return ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
 def test_too_small_a_budget_is_refused_with_the_smallest(pools, strict):
     options = {"inner": "aot_eager", "activation_memory": 1, "strict": strict}
@@ -96,7 +93,6 @@ def test_too_small_a_budget_is_refused_with_the_smallest(pools, strict):
         assert "needs at least" in text and "MiB of" in text
 
 
-@pytest.mark.slow
 def test_uneven_parts_take_one_choice(pools):
     """33 tokens and 32: bytes that are just enough for the smaller part."""
     options = {"inner": "aot_eager", "activation_memory": 0.5}
@@ -111,7 +107,6 @@ def test_uneven_parts_take_one_choice(pools):
         assert saved.size <= saved.budget and not saved.attention
 
 
-@pytest.mark.slow
 def test_explain_says_what_is_computed_again(pools):
     options = {"inner": "aot_eager", "activation_memory": 0.4}
     for run in pools[2].run(run_saving, "llama", 2, options, timeout=240):

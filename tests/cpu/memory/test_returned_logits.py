@@ -106,7 +106,6 @@ LATER = ["plain", "tied", "capped", "weight made of two"]
 SHARDED = {"gather_outputs": False, "tile": 8}
 
 
-@pytest.mark.slow(but_every=24)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(("world", "tokens"), [(2, 96), (3, 95), (4, 128)])
@@ -121,7 +120,6 @@ def test_values_and_gradients(pools, kind, world, tokens, layout):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.slow(but=["along tokens"])
 @pytest.mark.parametrize("kind", ["along tokens", "alone", "autocast inside", "plain"])
 def test_results_that_stay(pools, kind):
     """What is not made by token, what nothing else reads, and what is gathered.
@@ -136,7 +134,6 @@ def test_results_that_stay(pools, kind):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.slow
 def test_with_inductor(pools):
     options = SHARDED | {"inner": "inductor"}
     for found in pools[2].run(run, "plain", 96, options, timeout=230):

@@ -34,7 +34,6 @@ def run_tiled(name, world, door, options, least=1e-3, seq=SEQ):
     return run
 
 
-@pytest.mark.slow(but=["checkpoint_all-2-plain-aot_eager-8"])
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "world", "door", "inner", "tile"),
@@ -58,7 +57,6 @@ def test_training_step(pools, name, world, door, inner, tile):
 
 
 @pytest.mark.parametrize("tile", ["auto", None])
-@pytest.mark.slow
 def test_what_is_small_or_not_asked_for_is_left(pools, tile):
     call = ("llama", 2, "plain", {"inner": "aot_eager", "tile": tile})
     least = 16.0 if tile == "auto" else 1e-3
@@ -67,7 +65,6 @@ def test_what_is_small_or_not_asked_for_is_left(pools, tile):
         assert run["tiles"] == []
 
 
-@pytest.mark.slow
 def test_ranks_may_cut_differently(pools):
     """Of 65 tokens one rank has 33, and cuts them, and the other has 32."""
     call = ("small_gpt", 2, "plain", {"inner": "aot_eager", "tile": 32}, 1e-3, 65)
@@ -85,7 +82,6 @@ def run_auto():
         return run_tiled("llama", 2, "plain", {"inner": "aot_eager"}, seq=LONG)
 
 
-@pytest.mark.slow
 def test_auto_leaves_logits_that_are_returned(pools):
     for rank, run in enumerate(pools[2].run(run_auto, timeout=240)):
         check_model("llama", LONG, run["values"], rank)
@@ -112,7 +108,6 @@ def run_for_the_loss(inner, outputs):
     return {"loss": result.loss.detach()} | found, result.logits, tiles, gathered
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_results_that_are_not_named_are_not_made(pools, inner):
@@ -141,7 +136,6 @@ def test_an_unknown_name_lists_what_there_is(pools):
 
 
 @pytest.mark.parametrize(("limit", "kind"), [(2**17, "Tensor"), (2**16, "DTensor")])
-@pytest.mark.slow
 def test_results_are_gathered_up_to_a_limit(pools, limit, kind):
     # logits [2, 64, 211] in float32 have 108,032 bytes
     options = {"inner": "aot_eager", "gather_outputs": limit}

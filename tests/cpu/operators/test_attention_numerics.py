@@ -44,7 +44,6 @@ def run_and_check(pools, case):
     check_case(case, pools[case.world].run(run_case, case)[0])
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize(
     "case", [AttentionCase(**values) for values in selected_cases(AXES)], ids=str
 )
@@ -58,14 +57,6 @@ def test_scale(pools, strategy, entry, scale):
     run_and_check(pools, AttentionCase(strategy, entry, scale=scale))
 
 
-@pytest.mark.slow(
-    but=[
-        "7-dtype0-ring-operator",
-        "7-dtype0-all_gather-eager",
-        "80-dtype0-ring-operator",
-        "80-dtype1-ring-operator",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "entry"), BOTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [7, 80])
@@ -83,14 +74,6 @@ def test_values_of_another_dim(pools, strategy, value_dim):
     run_and_check(pools, AttentionCase(strategy, value_dim=value_dim, kv_heads=2))
 
 
-@pytest.mark.slow(
-    but=[
-        "30-67-True-all_gather-eager",
-        "67-30-False-all_gather-eager",
-        "5-64-False-ring-operator",
-        "64-2-True-ring-operator",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "entry"), BOTH)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("seq", "kv_seq"), [(30, 67), (67, 30), (5, 64), (64, 2)])
@@ -100,14 +83,6 @@ def test_cross_attention(pools, strategy, entry, causal, seq, kv_seq):
     )
 
 
-@pytest.mark.slow(
-    but=[
-        "q whole-True-ring-operator",
-        "q whole-False-ring-operator",
-        "kv whole-False-ring-operator",
-        "kv whole-False-all_gather-eager",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "entry"), BOTH)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
@@ -128,14 +103,6 @@ def test_one_side_replicated(pools, strategy, entry, causal, q_placement, kv_pla
     )
 
 
-@pytest.mark.slow(
-    but=[
-        "(Replicate(), Shard(dim=2))-1-operator",
-        "(Shard(dim=0), Shard(dim=2))-4-operator",
-        "(Shard(dim=1), Shard(dim=2))-1-operator",
-        "(Shard(dim=2), Shard(dim=1))-4-eager",
-    ]
-)
 @pytest.mark.parametrize("entry", ["operator", "eager"])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("placements", TWO_AXES, ids=str)
@@ -194,7 +161,6 @@ def test_rows_without_keys_are_zero(pools, strategy, causal):
     assert got.dk.shape == got.dv.shape == (2, 4, 0, 16)
 
 
-@pytest.mark.slow(but=["1-ring", "2-ring", "2-all_gather", "3-ring"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_log_sum_exp(pools, strategy, world):

@@ -16,14 +16,6 @@ from tests.support import bounds
 STRATEGIES = ("ring", "all_gather", "ulysses", "hybrid")
 
 
-@pytest.mark.slow(
-    but=[
-        "padded documents-ulysses",
-        "bias-ring",
-        "bias-all_gather",
-        "bool of heads-all_gather",
-    ]
-)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", ["padded documents", "bias", "bool of heads"])
 def test_compiled(pools, strategy, mask):

@@ -22,7 +22,6 @@ from tests.cpu.attention_cases import (
 from tests.support.bounds import OPERAND_SCALE, assert_close
 
 
-@pytest.mark.slow(but=["True-2-S(1)", "False-4-S(0)", "False-4-S(1)", "False-1-R"])
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
@@ -63,14 +62,6 @@ def run_masked(case, dim, mask, mask_placement=None):
     return [x.full_tensor() for x in (out.detach(), *grads)]
 
 
-@pytest.mark.slow(
-    but=[
-        "0-mask_shape0-True",
-        "2-mask_shape2-False",
-        "0-mask_shape5-True",
-        "1-mask_shape6-False",
-    ]
-)
 @pytest.mark.parametrize("floating", [False, True])
 @pytest.mark.parametrize(
     ("dim", "mask_shape"),

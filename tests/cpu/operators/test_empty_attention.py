@@ -75,7 +75,6 @@ def run(shape: str, strategy: str, door: str) -> list[Deviation]:
     return found
 
 
-@pytest.mark.slow(but=["batch-auto-plain", "tokens-ring-dtensor"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("strategy", ["auto", "ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -47,34 +47,17 @@ def run_and_check(pools, case):
     check_case(case, pools[case.world].run(run_case, case)[0])
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("case", map(make_case, selected_cases(AXES)), ids=str)
 def test_forward_and_gradients(pools, case):
     run_and_check(pools, case)
 
 
-@pytest.mark.slow(
-    but=[
-        "0.5-ulysses-ulysses",
-        "0.01-ulysses-ulysses",
-        "0.01-hybrid-ulysses",
-        "0.01-hybrid-ring",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "inner"), KINDS)
 @pytest.mark.parametrize("scale", [0.5, 0.01])
 def test_scale(pools, strategy, inner, scale):
     run_and_check(pools, AttentionCase(strategy, inner=inner, scale=scale, world=4))
 
 
-@pytest.mark.slow(
-    but=[
-        "7-dtype0-ulysses-ulysses",
-        "7-dtype0-hybrid-ulysses",
-        "80-dtype0-ulysses-ulysses",
-        "80-dtype1-hybrid-ring",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "inner"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [7, 80])
@@ -83,14 +66,6 @@ def test_head_dim(pools, strategy, inner, dtype, head_dim):
     run_and_check(pools, case)
 
 
-@pytest.mark.slow(
-    but=[
-        "5-ulysses-ulysses",
-        "24-ulysses-ulysses",
-        "24-hybrid-ulysses",
-        "24-hybrid-ring",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "inner"), KINDS)
 @pytest.mark.parametrize("value_dim", [5, 24])
 def test_values_of_another_dim(pools, strategy, inner, value_dim):
@@ -98,7 +73,6 @@ def test_values_of_another_dim(pools, strategy, inner, value_dim):
     run_and_check(pools, case)
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize(("strategy", "inner"), KINDS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
@@ -110,14 +84,6 @@ def test_cross_attention(pools, strategy, inner, causal, seq, kv_seq, dtype):
     run_and_check(pools, dataclasses.replace(case, dtype=dtype, world=4))
 
 
-@pytest.mark.slow(
-    but=[
-        "q whole-ulysses-ulysses",
-        "q whole-hybrid-ulysses",
-        "kv whole-hybrid-ring",
-        "heads and batch-ulysses-ulysses",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "inner"), KINDS)
 @pytest.mark.parametrize(
     ("q_placement", "kv_placement"),
@@ -129,14 +95,6 @@ def test_other_placements(pools, strategy, inner, q_placement, kv_placement):
     run_and_check(pools, AttentionCase(strategy, inner=inner, world=2, **placements))
 
 
-@pytest.mark.slow(
-    but=[
-        "True-hybrid-ulysses",
-        "True-hybrid-ring",
-        "False-ulysses-ulysses",
-        "False-hybrid-ulysses",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "inner"), KINDS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_without_keys_are_zero(pools, strategy, inner, causal):
@@ -147,7 +105,6 @@ def test_rows_without_keys_are_zero(pools, strategy, inner, causal):
     assert got.dk.shape == got.dv.shape == (2, 4, 0, 16)
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize(("strategy", "inner"), KINDS)
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("placements", TWO_AXES, ids=str)

@@ -80,7 +80,6 @@ def run_counted(strategy: str) -> tuple[int, int]:
     return totals[0], totals[1]
 
 
-@pytest.mark.slow(but=["ring", "ulysses"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
 def test_what_is_sent_shrinks_with_the_copies(pools, strategy):
     for few, many in pools[2].run(run_counted, strategy, timeout=60):

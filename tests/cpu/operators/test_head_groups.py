@@ -74,13 +74,11 @@ def test_a_group_reads_whole_heads_of_keys(heads, kv_heads, ranks):
             assert own < run or len(readers) == own
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_gradients(pools, case):
     check_case(case, pools[case.world].run(run_case, case)[0])
 
 
-@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(pools, mask, kv_heads):

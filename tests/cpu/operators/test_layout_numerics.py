@@ -63,20 +63,11 @@ def run_and_check(pools, case: AttentionCase) -> None:
     check_case(case, pools[case.world].run(run_case, case)[0])
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("case", map(make_case, selected_cases(AXES)), ids=str)
 def test_forward_and_gradients(pools, case):
     run_and_check(pools, case)
 
 
-@pytest.mark.slow(
-    but=[
-        "67-hybrid-Layout.ZIGZAG",
-        "5-ring-Layout.STRIPED",
-        "4-ring-Layout.FOLD",
-        "4-all_gather-Layout.ZIGZAG",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "layout"), KINDS)
 @pytest.mark.parametrize("seq", [67, 5, 4])
 def test_causal_on_four_ranks(pools, strategy, layout, seq):
@@ -92,28 +83,12 @@ def test_hybrids_without_a_ring_or_an_exchange(pools, ulysses, seq):
     run_and_check(pools, replace(case, world=4))
 
 
-@pytest.mark.slow(
-    but=[
-        "ring-Layout.STRIPED",
-        "ring-Layout.FOLD",
-        "all_gather-Layout.ZIGZAG",
-        "hybrid-Layout.ZIGZAG",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "layout"), KINDS)
 def test_cross_attention_without_a_mask(pools, strategy, layout):
     case = AttentionCase(strategy, layout=layout, seq=30, kv_seq=67, world=4)
     run_and_check(pools, replace(case, causal=False))
 
 
-@pytest.mark.slow(
-    but=[
-        "ring-Layout.STRIPED",
-        "ring-Layout.FOLD",
-        "all_gather-Layout.ZIGZAG",
-        "hybrid-Layout.ZIGZAG",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "layout"), KINDS)
 def test_operands_that_are_not_sharded_yet(pools, strategy, layout):
     placements = {"q_placement": Replicate(), "kv_placement": Shard(1)}
@@ -121,14 +96,6 @@ def test_operands_that_are_not_sharded_yet(pools, strategy, layout):
     run_and_check(pools, case)
 
 
-@pytest.mark.slow(
-    but=[
-        "ring-Layout.STRIPED",
-        "ring-Layout.FOLD",
-        "all_gather-Layout.ZIGZAG",
-        "hybrid-Layout.ZIGZAG",
-    ]
-)
 @pytest.mark.parametrize(("strategy", "layout"), KINDS)
 def test_two_kernels_of_the_backward(pools, strategy, layout):
     """One for dk and dv, one for dq, as the templates are; here of matrix products."""
@@ -155,12 +122,6 @@ COMPILED = [
 ]
 
 
-@pytest.mark.slow(
-    but=[
-        "kv_heads=1,seq=48,layout=Layout.STRIPED-(1, 3)",
-        "strategy=all_gather,seq=53,layout=Layout.ZIGZAG-(0, 0)",
-    ]
-)
 @pytest.mark.parametrize(("case", "shifts"), COMPILED, ids=str)
 def test_compiled_equals_eager(pools, case, shifts):
     """A ring is unrolled, and so is the one inside of a hybrid."""
@@ -183,7 +144,6 @@ SYMBOLIC = [
 ]
 
 
-@pytest.mark.slow(but=["layout=Layout.STRIPED-(1, 3)"])
 @pytest.mark.parametrize(("case", "shifts"), SYMBOLIC, ids=str)
 def test_one_program_for_many_lengths(pools, case, shifts):
     """Two ranks have an odd number of tokens each of 46."""

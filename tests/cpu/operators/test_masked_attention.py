@@ -41,7 +41,6 @@ def run_and_check(pools, case):
     check_masked(case, pools[case.world].run(run_masked, case)[0])
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize(
     "case", [MaskedCase(**values) for values in selected_cases(AXES)], ids=str
 )
@@ -56,7 +55,6 @@ def test_heads_that_share_keys_round_once(pools, world):
     run_and_check(pools, MaskedCase("prefix", "all_gather", **options))
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize(
     "case", [MaskedCase(**values) for values in selected_cases(LAYOUT_AXES)], ids=str
 )
@@ -64,7 +62,6 @@ def test_zigzag(pools, case):
     run_and_check(pools, case)
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", ["window", "left padding", "holes", "bias of batch"])
 @pytest.mark.parametrize(("seq", "kv_seq"), [(30, 67), (67, 30), (5, 64), (64, 2)])
@@ -73,14 +70,6 @@ def test_cross_attention(pools, strategy, mask, seq, kv_seq):
     run_and_check(pools, case)
 
 
-@pytest.mark.slow(
-    but=[
-        "5-window-ring",
-        "5-bool of heads-ulysses",
-        "24-bias-ulysses",
-        "24-bool of heads-all_gather",
-    ]
-)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", ["window", "bias", "bool of heads"])
 @pytest.mark.parametrize("value_dim", [5, 24])
@@ -88,14 +77,6 @@ def test_values_of_another_dim(pools, strategy, mask, value_dim):
     run_and_check(pools, MaskedCase(mask, strategy, value_dim=value_dim, kv_heads=2))
 
 
-@pytest.mark.slow(
-    but=[
-        "dtype0-bias-ring",
-        "dtype0-bias of batch-ring",
-        "dtype0-lowest-ulysses",
-        "dtype1-bias of batch-all_gather",
-    ]
-)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", ["bias", "bias of batch", "lowest"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,7 +97,6 @@ def test_no_keys_at_all(pools, strategy):
 EIGHT = ["window", "both sides", "causal documents", "bias of batch"]
 
 
-@pytest.mark.slow
 def test_eight_ranks(pools):
     """More hops, and heads that are fewer than ranks."""
     for mask in EIGHT:
@@ -139,14 +119,6 @@ def run_log_sum_exp(case):
     return lse.full_tensor()
 
 
-@pytest.mark.slow(
-    but=[
-        "dtype0-window-all_gather",
-        "dtype0-nothing-ring",
-        "dtype1-window-ring",
-        "dtype1-window-all_gather",
-    ]
-)
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("mask", ["window", "nothing"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -192,7 +164,6 @@ def run_on_two_axes(case, placements):
     return [x.full_tensor() for x in (out.detach(), *grads)]
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("placements", OTHER_AXIS, ids=str)
 @pytest.mark.parametrize(

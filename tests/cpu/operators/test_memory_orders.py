@@ -81,13 +81,12 @@ def run_all(dtype: torch.dtype, once: bool) -> tuple[list[str], set[str]]:
     return found, names
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "world", "once"),
     [
         (torch.float32, 2, True),
-        pytest.param(torch.bfloat16, 2, True, marks=pytest.mark.slow),
-        pytest.param(torch.float32, 3, False, marks=pytest.mark.slow),
+        (torch.bfloat16, 2, True),
+        (torch.float32, 3, False),
     ],
 )
 @pytest.mark.timeout(360)

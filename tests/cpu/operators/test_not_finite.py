@@ -143,7 +143,6 @@ def run(strategy: str, length: int, mask: str) -> list[str]:
     return found
 
 
-@pytest.mark.slow(but=["ring-causal-48", "ulysses-none-16"])
 @pytest.mark.parametrize("length", [16, 48])
 @pytest.mark.parametrize("mask", ["none", "causal", "window"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])

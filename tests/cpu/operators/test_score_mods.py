@@ -53,7 +53,6 @@ def on_ranks(case):
     return [x[:, :, back] if x.ndim > 2 and i < 5 else x for i, x in enumerate(found)]
 
 
-@pytest.mark.slow(but=["ulysses-2-31-contiguous-2"])
 @pytest.mark.parametrize(
     ("strategy", "world", "seq", "layout", "groups"),
     [

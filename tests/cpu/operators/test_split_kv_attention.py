@@ -93,7 +93,6 @@ def run_unmasked(case: AttentionCase) -> tuple[Tensor, Tensor]:
     return attend(make_inputs(case)[:3], (None,) * 4, case.causal, case.world)
 
 
-@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize(
     "case", [MaskedCase(**values) for values in selected_cases(AXES)], ids=str
 )
@@ -110,7 +109,6 @@ def test_under_a_mask(pools, case: MaskedCase) -> None:
         check([deviation("out", got, exact, limit=limit)])
 
 
-@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize(
     "case", [AttentionCase(**values) for values in selected_cases(UNMASKED)], ids=str
 )

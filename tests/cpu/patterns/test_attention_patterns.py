@@ -40,7 +40,6 @@ def run(
     return deviations(got, exact), len(report.calls)
 
 
-@pytest.mark.slow(but=["lost_with_softcap-3"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(pools, name: str, ranks: int) -> None:
@@ -49,7 +48,6 @@ def test_forms(pools, name: str, ranks: int) -> None:
         assert calls == 2
 
 
-@pytest.mark.slow(but=["windows"])
 @pytest.mark.parametrize("name", TWINS)
 def test_twins(pools, name: str) -> None:
     """They are exact too, and no attention over the sequence."""
@@ -76,7 +74,6 @@ CHANGED = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", CHOICES, ids=lambda x: "-".join(str(value) for value in x.values())
 )
@@ -102,7 +99,6 @@ def run_lengths(name: str) -> list[Deviation]:
     return found
 
 
-@pytest.mark.slow
 def test_several_lengths(pools) -> None:
     for found in pools[2].run(run_lengths, "with_sinks", timeout=120):
         check(found)

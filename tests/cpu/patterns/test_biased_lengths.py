@@ -41,7 +41,6 @@ def check_one_program(answers: list) -> None:
             check(each)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_lengths_that_the_ranks_divide(pools, name: str) -> None:
     options = {"inner": "aot_eager", "strategy": "ring", "layout": "zigzag"}
@@ -58,7 +57,6 @@ CHOICES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "options", CHOICES, ids=lambda x: "-".join(str(value) for value in x.values())

@@ -48,7 +48,6 @@ def run(
         return deviations(got, exact), len(cp.explain(compiled, tokens).calls)
 
 
-@pytest.mark.slow(but=["documents-2-aot_eager"])
 @pytest.mark.parametrize(
     ("ranks", "inner"),
     [(1, "aot_eager"), (2, "aot_eager"), (3, "aot_eager"), (2, "inductor")],
@@ -64,7 +63,6 @@ def test_against_eager(pools, name: str, ranks: int, inner: str) -> None:
 NAMES = ("with_sinks", "merged", "lse_alone", "squared", "waved", "weighted_keys")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])

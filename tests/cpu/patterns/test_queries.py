@@ -55,7 +55,6 @@ def compared(kind: str, tokens: int, world: int) -> tuple[list[Deviation], int]:
     return deviations(got, wanted), sum(call.plan is not None for call in calls)
 
 
-@pytest.mark.slow(but=["class token-2-16", "latents-3-17"])
 @pytest.mark.parametrize(("world", "tokens"), [(2, 16), (3, 17), (4, 18), (2, 32)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_equals_one_process(pools, kind, world, tokens):

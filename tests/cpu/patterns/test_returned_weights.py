@@ -57,7 +57,6 @@ def run(world):
     return found, [x for report in reports for x in report.by_hand], records
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_they_are_exact_and_row_parallel(pools, world):
     exact, rough = (
@@ -116,7 +115,6 @@ def run_beside(world, length, options):
     return deviations(got, step(model)), reports[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_beside_causal_attention(pools, layout, world):

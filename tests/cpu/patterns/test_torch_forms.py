@@ -29,7 +29,6 @@ def run(number: int, ranks: int, length: int) -> list[Deviation]:
     return deviations(got, step(exact, exact, tokens), rough)
 
 
-@pytest.mark.slow(but=["24-2"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("number", TABLE, ids=str)
 def test_they_equal_one_process(pools, number: int, ranks: int) -> None:

@@ -76,14 +76,12 @@ def told_by_the_other(victim: int) -> str:
     ("victim", "text"),
     [
         (1, "rank 0 of group '0' compiles forward, and rank 1 is gone: its process"),
-        pytest.param(
+        (
             0,
             "rank 1 of group '0' compiles forward, and the store through which the "
             "ranks talk does not answer",
-            marks=pytest.mark.slow,
         ),
     ],
 )
-@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_compiles(victim, text):
     assert text in told_by_the_other(victim)

@@ -68,7 +68,6 @@ class GatheredTwice(nn.Module):
         return y + self.norm(x.mT).mT
 
 
-@pytest.mark.slow(but=["aot_eager"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_all_ranks_merge_equal_collectives(pools, inner):
     for got in pools[2].run(compare_gathered_twice, inner, timeout=170):
@@ -79,7 +78,6 @@ def compare_gathered_twice(inner):
     return compare(GatheredTwice, (2, 13, 8), 2, inner=inner, strategy="ulysses")
 
 
-@pytest.mark.slow(but=["aot_eager"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_no_rank_repeats_attention(pools, inner):
     for got, backward in pools[3].run(compare_reversed, inner, timeout=170):
@@ -94,7 +92,6 @@ def compare_reversed(inner):
     return got, exchange_texts(seen)["exchanges of the backward"]
 
 
-@pytest.mark.slow(but=["0-aot_eager"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("unroll", [0, 8])
 def test_no_rank_repeats_a_collective(pools, inner, unroll):
@@ -107,7 +104,6 @@ def compare_maxima(inner, unroll):
         return compare(Maxima, (3, 31, 8), 2, inner=inner, strategy="ring")
 
 
-@pytest.mark.slow
 def test_another_order_on_one_rank_is_an_error(pools):
     """Without both fixes it is one here; a hang of the backward else."""
     texts = pools[2].run(text_without_the_fixes, timeout=170)

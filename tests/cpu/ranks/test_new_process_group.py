@@ -46,7 +46,6 @@ def groups_in_turn(door: str) -> list[Deviation]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 def test_a_group_that_is_made_anew(pools, door):
     for found in pools[2].run(groups_in_turn, door):
@@ -62,7 +61,6 @@ def a_group_between(door: str) -> list[Deviation]:
     return found + deviations_of_a_step(first, door)
 
 
-@pytest.mark.slow(but=["dtensor"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 def test_a_group_that_is_used_again(pools, door):
     for found in pools[2].run(a_group_between, door):
@@ -93,7 +91,6 @@ def everything_anew(reset: bool) -> list[Deviation]:
     return found
 
 
-@pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("reset", [True, False])
 def test_a_default_group_that_is_made_anew(pools, reset):
     for found in pools[2].run(everything_anew, reset):

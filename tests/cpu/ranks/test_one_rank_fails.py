@@ -58,7 +58,6 @@ def deviations_of(step, model: Model) -> list[Deviation]:
     return bounds.deviations(bounds.step(step, model, tokens()), *values)
 
 
-@pytest.mark.slow(but=["before-None", "in the passes-None", "after them-None"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("place", "dynamic"),
@@ -187,7 +186,6 @@ def other_strategy(others: str) -> str:
         return message_of(lambda: step(tokens()))
 
 
-@pytest.mark.slow(but=["2"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("world", "others"), [(2, "ulysses"), (4, "hybrid")])
 def test_plans_that_differ(pools, world, others):

@@ -56,7 +56,6 @@ ORDER = {
 }
 
 
-@pytest.mark.slow(but=["backward", "explain", "no_grad"])
 @pytest.mark.parametrize("case", list(ORDER))
 def test_ranks_do_the_same_in_the_same_order(pools, case):
     texts = pools[2].run(run_order, case, timeout=100)

@@ -37,7 +37,6 @@ def differ(what: str) -> str:
         return message_of(lambda: step(tokens()))
 
 
-@pytest.mark.slow(but=["autocast", "inference_mode", "tie_fraction", "sdpa_kernel"])
 @pytest.mark.parametrize(
     ("what", "item", "fix"),
     [

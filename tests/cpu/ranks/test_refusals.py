@@ -93,7 +93,6 @@ def with_mask(strict: bool, hidden: int = 0) -> list[Deviation]:
     return compared(compiled(model, strict=strict), model, (tokens(), mask))
 
 
-@pytest.mark.slow(but=["0-False", "3-True", "16-True"])
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("hidden", [0, 3, 16])
 def test_a_mask(pools, strict, hidden):
@@ -165,7 +164,6 @@ def write_through_view(strict: bool, door: str) -> list[Deviation]:
     return compared(call, model, (tokens(),), (given,))
 
 
-@pytest.mark.slow(but=["plain-True", "dtensor-False"])
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 def test_a_write_through_a_view(pools, door, strict):

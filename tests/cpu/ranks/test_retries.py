@@ -90,7 +90,6 @@ def run_model(make, door, **options):
     return compare(make, SPLIT_UNEVENLY, 2, door, **options)
 
 
-@pytest.mark.slow(but=["OnOneRank-plain"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("make", [Model, Twice, InRegion, OnOneRank])
 def test_the_call_is_gathered_on_every_rank(pools, make, door):

@@ -105,7 +105,6 @@ def run(name: str, length: int, ranks: int, options: dict[str, Any]) -> Counted:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.slow
 def test_losses(pools, name: str, ranks: int) -> None:
     """Uneven shards too: what is padded travels, and is counted."""
     for found in pools[ranks].run(run, name, 16, ranks, {}, timeout=120):
@@ -123,7 +122,6 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("length", [32, 29])
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.slow(but=["zigzag-29"])
 def test_strategies(pools, name: str, length: int) -> None:
     options = STRATEGIES[name]
     for found in pools[4].run(run, "mean_loss", length, 4, options, timeout=120):
@@ -135,7 +133,6 @@ def test_strategies(pools, name: str, length: int) -> None:
         assert gradients == {*parts, "head.weight", "head.bias"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sliced", "mean_loss"])
 def test_with_inductor(pools, name: str) -> None:
     """Rings are unrolled, and gradients travel in buckets."""
@@ -154,7 +151,6 @@ def run_convolved(name: str, ranks: int) -> Counted:
     return counted(lambda: compiled(tokens).square().mean().backward(), ranks)
 
 
-@pytest.mark.slow
 def test_tokens_of_neighbours(pools) -> None:
     for found in pools[3].run(run_convolved, "conformer", 3, timeout=120):
         found.check()
@@ -173,7 +169,6 @@ def run_model(name: str, ranks: int) -> Counted:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.slow
 def test_models(pools, name: str) -> None:
     for found in pools[2].run(run_model, name, 2, timeout=300):
         found.check()

@@ -11,7 +11,6 @@ from tools.bench.ranks import in_processes
 
 
 @pytest.mark.parametrize(("dtype", "mask"), [("float32", Mask.PACKED)])
-@pytest.mark.slow
 def test_peers_are_right_and_take_turns(dtype: str, mask: Mask) -> None:
     """Each is compared with exact results first; others say why they are left out."""
     case = Case(dtype, mask, tokens=256, reps=1)

@@ -57,7 +57,6 @@ def namespaces() -> set[str]:
     return {line.split()[0] for line in listed.splitlines() if "cpbench" in line}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("network", [False, True])
 def test_quick(tmp_path: Path, network: bool) -> None:

@@ -16,7 +16,6 @@ from cpcompile.cost.hardware.selection import calibrated_path, profile_for_devic
 SHORTEST = Effort(0.1, 0.1, 0.1, 0.1, 0.1, 0.1, long=False)
 
 
-@pytest.mark.slow
 def test_the_command_writes_what_auto_picks_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -51,7 +50,6 @@ def run_calibrate(local_world_size: str) -> tuple[str, float, str]:
     return profile_text(profile), profile.ranks_per_node, source
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("local", "near", "source"),
     [("4", 4, "as the links"), ("2", 2, "fitted to"), ("1", 4, "as the links")],

@@ -25,7 +25,6 @@ def judge():
     judge.renew()
 
 
-@pytest.mark.slow
 def test_random_programs_are_equal_or_refused(judge):
     for seed in range(6):
         outcome = judge.judge(draw(seed, Wishes((2,))))
@@ -33,7 +32,6 @@ def test_random_programs_are_equal_or_refused(judge):
         assert outcome.verdict is not Verdict.INVALID, (seed, outcome.details)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_more_random_programs(judge, inner):
@@ -77,7 +75,6 @@ def plant(fault: str) -> None:
     module.ring_backward = ring_backward
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(judge, fault, monkeypatch):
     program = plain_ring()

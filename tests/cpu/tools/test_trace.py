@@ -32,7 +32,6 @@ def train(path, steps):
     return [x.key for x in profile.key_averages()]
 
 
-@pytest.mark.slow
 def test_the_setting_writes_the_third_step_of_all_ranks(pools, tmp_path):
     path = tmp_path / "trace.json"
     pools[2].run(train, str(path), 3, timeout=150)
@@ -54,7 +53,6 @@ def test_torch_profiler_shows_strategies_and_steps(pools):
         assert any(x.startswith(f"cp: {MESSAGE.format('backward')}") for x in names)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_the_command_writes_a_trace_and_a_page(tmp_path, inner):

@@ -4,8 +4,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 PROGRAM = """
     import sys
 
@@ -43,7 +41,6 @@ PROGRAM = """
 """
 
 
-@pytest.mark.slow
 def test_cpu_and_vendor_paths_work():
     program = textwrap.dedent(PROGRAM)
     ran = subprocess.run(

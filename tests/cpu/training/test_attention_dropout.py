@@ -140,7 +140,6 @@ def in_ranks(
 REWRITTEN = [name for name in MODELS if name != "weights"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize(("seq", "ranks"), [(16, 2), (13, 3)])
 @pytest.mark.parametrize("name", REWRITTEN)
@@ -168,7 +167,6 @@ CHOICES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", CHOICES, ids=lambda x: "-".join(map(str, x.values()))
 )
@@ -218,7 +216,6 @@ def run_weights(seq: int, door: str) -> tuple[list[Deviation], bool]:
     return found, same_state
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("seq", [16, 13])
 def test_the_mask_of_weights_is_that_of_one_device(pools, seq, door):
@@ -238,7 +235,6 @@ def run_ranks_agree() -> list[float]:
     return [x.double().sum().item() for x in train(compiled, model, tokens).values()]
 
 
-@pytest.mark.slow
 def test_ranks_agree_with_inductor(pools):
     first, second = pools[2].run(run_ranks_agree, timeout=120)
     assert first == second

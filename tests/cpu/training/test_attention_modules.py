@@ -79,7 +79,6 @@ def run_module(
     return deviations(got, wanted), rewritten
 
 
-@pytest.mark.slow(but=["causal-13-dtensor"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("seq", [16, 13])
 @pytest.mark.parametrize("name", MODULES)
@@ -91,7 +90,6 @@ def test_modules(pools, name, seq, door):
         assert tuple(rewritten) == MODULES[name].rewritten
 
 
-@pytest.mark.slow(but=["bool mask-13"])
 @pytest.mark.parametrize("seq", [16, 13])
 @pytest.mark.parametrize("name", MASKED)
 def test_modules_with_masks(pools, name, seq):
@@ -131,7 +129,6 @@ def run_in_evaluation(
     ]
 
 
-@pytest.mark.slow(but=["encoder layer-13"])
 @pytest.mark.parametrize("seq", [16, 13])
 @pytest.mark.parametrize("name", IN_EVALUATION)
 def test_modules_in_evaluation(pools, name, seq):
@@ -194,7 +191,6 @@ def run_flattening(name: str, tokens: int, world: int, inner: str) -> Comparison
     return compare(FLATTENING[name], (3, tokens, WIDTH), world, inner=inner)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [16, 17, 5])
 @pytest.mark.parametrize("name", FLATTENING)

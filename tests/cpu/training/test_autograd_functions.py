@@ -48,9 +48,9 @@ def run(kinds, length, options):
     ("world", "length", "options"),
     [
         (2, 16, {}),
-        pytest.param(3, 24, {"layout": "zigzag"}, marks=pytest.mark.slow),
-        pytest.param(2, 16, {"strict": False}, marks=pytest.mark.slow),
-        pytest.param(3, 23, {}, marks=pytest.mark.slow),
+        (3, 24, {"layout": "zigzag"}),
+        (2, 16, {"strict": False}),
+        (3, 23, {}),
     ],
 )
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def run(kinds, length, options):
     [
         pytest.param(SOME_WRITES, id="some writes"),
         pytest.param(SOME_LOSSES, id="some losses"),
-        pytest.param(WRITES, id="writes", marks=pytest.mark.slow),
-        pytest.param(tuple(LOSSES), id="losses", marks=pytest.mark.slow),
+        pytest.param(WRITES, id="writes"),
+        pytest.param(tuple(LOSSES), id="losses"),
     ],
 )
 def test_functions(pools, world, length, options, kinds):
@@ -70,7 +70,6 @@ def test_functions(pools, world, length, options, kinds):
                 assert bool(gathered) == (kind in GATHERED), (kind, gathered)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_functions_with_inductor(pools):
     kinds = ("rows", "index_put_", "backward rows", "scatter_add_", "cat")

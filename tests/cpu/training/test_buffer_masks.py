@@ -88,7 +88,6 @@ def run(
     return answers
 
 
-@pytest.mark.slow(but=["bool", "padded"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients(pools, kind):
     for answers in pools[2].run(run, kind, (24,), "aot_eager", timeout=170):
@@ -97,7 +96,6 @@ def test_loss_and_gradients(pools, kind):
         assert sharded == [True]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_hybrids(pools, kind):
     """Rows of a mask that is a tensor are exchanged with the heads."""
@@ -107,7 +105,6 @@ def test_hybrids(pools, kind):
         assert sharded == [True]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bool", "numbers"])
 def test_each_length_has_its_part(pools, kind):
     """The second length would be a symbol; the size of a mask is compiled as it is."""
@@ -118,7 +115,6 @@ def test_each_length_has_its_part(pools, kind):
             assert sharded == [True]
 
 
-@pytest.mark.slow
 def test_compiled_by_inductor(pools):
     for answers in pools[2].run(run, "bool", (24,), "inductor", timeout=170):
         ((found, sharded),) = answers

@@ -43,7 +43,6 @@ def run_on_two_axes(placement) -> list[Deviation]:
     return deviations(step(compiled, model, given), *values)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["batch", "whole"])
 def test_a_mesh_with_two_axes(pools, placement):
     for found in pools[4].run(run_on_two_axes, placement, timeout=90):
@@ -139,7 +138,6 @@ def run_lengths(door: str, dynamic: bool | None) -> list[Deviation]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 def test_lengths_may_change(pools, door, dynamic):
@@ -162,7 +160,6 @@ def run_mode_and_explain() -> tuple[list[Deviation], int, int]:
     return found, call.query[2], len(first.graphs)
 
 
-@pytest.mark.slow
 def test_a_mode_and_explain_twice(pools):
     for found, length, graphs in pools[2].run(run_mode_and_explain, timeout=100):
         check(found)

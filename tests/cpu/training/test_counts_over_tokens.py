@@ -219,7 +219,6 @@ def test_every_second_call_equals_one_process(pools, kind):
     assert pools[2].run(failures_of, kind, 2, 0, timeout=160) == [[], []]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)

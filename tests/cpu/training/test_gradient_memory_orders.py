@@ -79,7 +79,6 @@ def run_program(make: type, world: int, door: str, strategy: str):
     return compare(make, PROGRAMS[make], world, door, strategy=strategy)
 
 
-@pytest.mark.slow(but=["Windows-plain-all_gather", "GroupNorm-plain-ring"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("make", PROGRAMS)
@@ -92,7 +91,6 @@ def run_two_tokens(strategy: str):
     return compare(Residual, (2, 2, 48), 3, strategy=strategy)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_a_rank_without_tokens_shards_what_others_shard(pools, strategy):
     """Nothing is wrong with an empty part: what is done is decided by the whole."""

@@ -30,7 +30,6 @@ def compared(name, world, batch, door):
     return compare(make, (batch, tokens, WIDTH), world, door, **options)
 
 
-@pytest.mark.slow(but=["shifted-2-2-plain"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "world", "batch", "door"), CASES)
 def test_it_equals_one_process(pools, name, world, batch, door):
@@ -54,7 +53,6 @@ def on_two_axes():
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.slow
 def test_windows_of_samples_on_another_axis(pools):
     """They are exchanged for columns of windows: the samples are shared out already."""
     for found in pools[4].run(on_two_axes, timeout=100):
@@ -93,7 +91,6 @@ def without_gradients(frozen):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.slow(but=["False"])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_layer_whose_weights_require_no_gradient(pools, frozen):
     """torch multiplies each row by weights that require none, not all rows at once."""

@@ -93,7 +93,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=["2-True-37-2-dtensor"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("kv_heads", "documents", "tokens", "world", "how"), CASES)
 def test_it_equals_one_process(pools, kv_heads, documents, tokens, world, how):
@@ -123,7 +122,6 @@ def lengths(world: int) -> list[Comparison]:
     return found
 
 
-@pytest.mark.slow
 def test_one_program_for_many_lengths(pools):
     for comparisons in pools[2].run(lengths, 2, timeout=100):
         for comparison in comparisons:
@@ -157,7 +155,6 @@ def exchanged(
     return found, share
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [12, 2])
 def test_groups_send_the_same_bytes(pools, kv_heads):
     limit = budget(kv_heads, 40, 2)

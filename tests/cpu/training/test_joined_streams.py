@@ -57,7 +57,6 @@ INFERRED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("world", "inner"), [(2, "aot_eager"), (3, "aot_eager")])
 @pytest.mark.parametrize("name", MODELS)

@@ -189,7 +189,6 @@ AXES = {
 }
 
 
-@pytest.mark.slow(but_every=29)
 @pytest.mark.parametrize(
     "values",
     [
@@ -210,7 +209,6 @@ def test_forward_and_gradients(pools, values):
 STRATEGIES = ("ring", "all_gather", "ulysses")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_with_inductor(pools, name):
     strategy = STRATEGIES[list(KINDS).index(name) % len(STRATEGIES)]

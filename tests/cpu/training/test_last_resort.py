@@ -107,7 +107,6 @@ def run(part):
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.slow(but=["out", "attention_in_vmap"])
 @pytest.mark.parametrize("part", REFUSED + OTHERS, ids=lambda part: part.__name__)
 def test_whatever_runs_runs(pools, part):
     for message, found in pools[2].run(run, part, timeout=160):

@@ -69,7 +69,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=["documents-3-1-41-zigzag-plain"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("module", "world", "batch", "tokens", "layout", "how"), CASES)
 def test_it_equals_one_process(pools, module, world, batch, tokens, layout, how):
@@ -99,7 +98,6 @@ def lengths(tokens: tuple[int, ...], world: int) -> list[Comparison]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [(32, 40, 48), (33, 41)])
 def test_one_program_for_many_lengths(pools, tokens):
     for comparisons in pools[2].run(lengths, tokens, 2, timeout=100):
@@ -139,7 +137,6 @@ def exchanged(how: str, batch: int, tokens: int, world: int) -> dict[str, Any]:
     return {"bytes": found, "widest": max(x.numel() for x in held), "texts": texts}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])
 def test_latents_are_all_that_is_sent(pools, how):
     batch, tokens, world = 2, 40, 2

@@ -176,14 +176,12 @@ def check_all(pools, part, seq, world, *args):
 
 
 @parts
-@pytest.mark.slow(but=["17-0"])
 @pytest.mark.parametrize("seq", [16, 17], ids=str)
 def test_losses(pools, part, seq):
     """On 2 ranks; the target is an input whose gradient is needed."""
     check_all(pools, part, seq, 2, False)
 
 
-@pytest.mark.slow
 @parts
 def test_losses_of_two_values_of_a_model(pools, part):
     """4 tokens on 3 ranks, the last of which has none; the target is sharded."""
@@ -191,11 +189,9 @@ def test_losses_of_two_values_of_a_model(pools, part):
 
 
 @parts
-@pytest.mark.slow
 def test_losses_in_a_layout(pools, part):
     check_all(pools, part, 19, 2, True, "aot_eager", "zigzag")
 
 
-@pytest.mark.slow
 def test_a_compiled_loss(pools):
     check_all(pools, "l1 weighted", 17, 2, False, "inductor")

@@ -227,11 +227,11 @@ def run_forms(forms, seq, door, layout, inner="aot_eager") -> dict[str, Comparis
 SOME = (assigned, tokens_of_each, scattered, in_a_region)
 SETTINGS = [
     (2, 16, "plain", "zigzag", SOME),
-    pytest.param(3, 17, "plain", "contiguous", FORMS, marks=pytest.mark.slow),
-    pytest.param(2, 16, "dtensor", "contiguous", FORMS, marks=pytest.mark.slow),
-    pytest.param(2, 16, "plain", "zigzag", FORMS, marks=pytest.mark.slow),
-    pytest.param(3, 17, "dtensor", "contiguous", FORMS, marks=pytest.mark.slow),
-    pytest.param(3, 18, "plain", "striped", FORMS, marks=pytest.mark.slow),
+    (3, 17, "plain", "contiguous", FORMS),
+    (2, 16, "dtensor", "contiguous", FORMS),
+    (2, 16, "plain", "zigzag", FORMS),
+    (3, 17, "dtensor", "contiguous", FORMS),
+    (3, 18, "plain", "striped", FORMS),
 ]
 
 
@@ -250,11 +250,10 @@ def test_rows_are_written_by_each_rank(pools, world, seq, door, layout, forms):
     ("world", "seq", "layout", "forms"),
     [
         (2, 16, "zigzag", SOME_READS),
-        pytest.param(2, 16, "zigzag", READS, marks=pytest.mark.slow),
-        pytest.param(3, 17, "contiguous", READS, marks=pytest.mark.slow),
+        (2, 16, "zigzag", READS),
+        (3, 17, "contiguous", READS),
     ],
 )
-@pytest.mark.slow
 def test_rows_that_are_read(pools, world, seq, layout, forms):
     """Rows that are only added to what is there are not read."""
     for ranks in pools[world].run(run_forms, forms, seq, "plain", layout, timeout=110):
@@ -284,7 +283,6 @@ def run_mask_of_values(door) -> Comparison:
     return compare(MaskOfValues, (BATCH, 15, WIDTH), world, door, **options)
 
 
-@pytest.mark.slow(but=["2-dtensor", "3-plain"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("world", [2, 3])
@@ -293,7 +291,6 @@ def test_a_mask_of_sharded_values(pools, world, door):
         comparison.check()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_inductor(pools):
     forms = (assigned, scattered, scattered_entries)

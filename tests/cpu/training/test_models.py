@@ -5,7 +5,6 @@ import pytest
 from tests.cpu.model_cases import check_model, run_model
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "seq", "world", "door", "inner"),
@@ -28,7 +27,6 @@ def test_training_step(pools, name, seq, world, door, inner):
     check_run(pools, name, seq, world, door, inner)
 
 
-@pytest.mark.slow
 def test_training_step_of_distributed_parameters(pools):
     check_run(pools, "small_gpt", 64, 2, "distributed", "aot_eager")
 
@@ -48,7 +46,6 @@ def check_run(pools, name, seq, world, door, inner):
         assert run["result_types"] == (result, result)
 
 
-@pytest.mark.slow(but=["ring"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_forced_strategies_and_sharded_outputs(pools, strategy):
     runs = pools[2].run(

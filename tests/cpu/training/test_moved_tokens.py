@@ -98,7 +98,6 @@ def checked(
         assert found["unlisted"] == []
 
 
-@pytest.mark.slow(but_every=72)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(
@@ -119,7 +118,6 @@ def test_few_tokens_travel(pools, name, world, batch, tokens, layout):
     checked(results, batch, gathered=4 if name in WRITTEN else 0)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_draft_moves_few_of_many_tokens(pools, layout):
@@ -133,14 +131,12 @@ def test_numbers_of_what_may_be_exchanged(pools, name):
     pools[2].run(run, name, 2, 1, 95, False, {}, timeout=100)
 
 
-@pytest.mark.slow(but=["shift by writes"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", HEADS_OF)
 def test_with_checkpoints(pools, name):
     pools[2].run(run, name, 2, 2, 95, True, {}, timeout=100)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", HEADS_OF)
 def test_with_inductor(pools, name):
@@ -157,7 +153,6 @@ def tiles(name: str) -> list[tuple[str, int, bool]]:
     return [(x.path, x.tile, x.gradients_at_once) for x in found]
 
 
-@pytest.mark.slow(but=["flat loss"])
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("name", ["flat loss", "policy loss", "entropy"])
 def test_losses_of_cut_logits_run_in_tiles(pools, name):
@@ -195,7 +190,6 @@ SYMBOLIC = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("name", SYMBOLIC)
 def test_one_program_serves_many_lengths(pools, name):

@@ -102,7 +102,6 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 METHODS = ["dpo", "grpo", "shared", "reward", "distil", "lora", "packed"]
 
 
-@pytest.mark.slow(but=["lora"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("method", METHODS)
 def test_one_step(pools, method: str) -> None:
@@ -110,7 +109,6 @@ def test_one_step(pools, method: str) -> None:
         outcome.check()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("method", METHODS)
@@ -127,7 +125,6 @@ CHANGES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("method", "change"), CHANGES)
 def test_padding_on_the_left_and_checkpoints(pools, method: str, change: str) -> None:
@@ -136,7 +133,6 @@ def test_padding_on_the_left_and_checkpoints(pools, method: str, change: str) ->
         outcome.check()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("method", METHODS)
 def test_in_bfloat16(pools, method: str) -> None:

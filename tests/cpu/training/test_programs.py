@@ -6,9 +6,6 @@ from tests.cpu.programs import PROGRAMS, run_program
 from tests.support.bounds import check
 
 
-@pytest.mark.slow(
-    but=["InPlace-16-2-plain", "Breaks-16-2-plain", "Autocast-16-2-dtensor"]
-)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])

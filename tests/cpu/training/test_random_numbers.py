@@ -63,7 +63,6 @@ def run_program(make: type, draw, tokens: int):
     return compare(lambda: make(draw), (2, tokens, 8), 2, strategy="ring", strict=False)
 
 
-@pytest.mark.slow(but=["9-Transposed-noise", "12-AfterAttention-dropped"])
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("make", [Transposed, AfterAttention])
 @pytest.mark.parametrize("tokens", [12, 9])

@@ -247,7 +247,6 @@ def test_they_equal_one_process(pools, kind):
     assert found == [[], []], found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_equal_one_process_on_three_ranks(pools, kind):
@@ -255,7 +254,6 @@ def test_they_equal_one_process_on_three_ranks(pools, kind):
     assert found == [[], [], []], found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_equal_one_process_with_inductor(pools, kind):

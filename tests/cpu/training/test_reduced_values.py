@@ -98,7 +98,6 @@ def compared(reduced: str, names: tuple[str, ...], world: int) -> list[Deviation
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow(but=["amax-convolutions"])
 @pytest.mark.parametrize(
     "calls", [CONVOLUTIONS, OTHERS], ids=["convolutions", "others"]
 )

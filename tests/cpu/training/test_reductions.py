@@ -113,7 +113,6 @@ CASES = [(name, "plain", *each) for name in REDUCTIONS for each in PLAIN] + [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "door", "seq", "world", "layout"), CASES)
 def test_a_reduction_equals_one_process(pools, name, door, seq, world, layout):

@@ -48,7 +48,6 @@ def check_runs(answers, name):
             assert not warnings
 
 
-@pytest.mark.slow(but=["UsedExperts-9-1-2"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("seq", "batch", "world"), SIZES)
 @pytest.mark.parametrize("name", ROUTED)
@@ -57,14 +56,12 @@ def test_tokens_are_routed_as_in_one_process(pools, name, seq, batch, world):
     check_runs(pools[world].run(run_routed, *arguments, timeout=90), name)
 
 
-@pytest.mark.slow(but=["Unflattened"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ROUTED)
 def test_distributed_inputs(pools, name):
     check_runs(pools[2].run(run_routed, name, 16, 2, "dtensor", timeout=90), name)
 
 
-@pytest.mark.slow(but=["Routed"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["Routed", "IndexAdd", "Checkpointed", "Capacity"])
 def test_tokens_in_a_balanced_layout(pools, name):
@@ -78,7 +75,6 @@ def run_every_expert(batch, tokens, world, door):
     return comparison.warnings
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize(
     ("batch", "tokens", "world", "door"),
     [

@@ -53,7 +53,6 @@ def normalised(name: str, *args):
     return compared(lambda: Normalised(name), *args)
 
 
-@pytest.mark.slow(but=["training-2-16-batch"])
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize(("world", "rows"), [(2, 16), (3, 22), (4, 28)])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
@@ -65,7 +64,6 @@ def test_norms(pools, name, world, rows, training):
         assert explained.work_ratio() < 1.3
 
 
-@pytest.mark.slow(but=["inferred-3"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(
     "options", [{}, {"shard": {"x": 2}}], ids=["inferred", "named"]
@@ -80,7 +78,6 @@ def test_a_stem_before_attention(pools, options, world):
         assert [(x.name, x.dim) for x in graph.inputs] == [("x", 2)]
 
 
-@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_windows_of_rows(pools, world):
     """They are of the rank's rows, with a mask and a learned bias: no message."""
@@ -115,7 +112,6 @@ def test_one_convolution_is_not_shared_by_rows(pools):
         assert graph.began
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("name", ["batch", "group", "instance, kept"])
 def test_with_inductor(pools, name):

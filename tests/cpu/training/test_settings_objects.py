@@ -102,8 +102,8 @@ def run_kinds(kinds, seq, world, door):
     ("seq", "world", "door"),
     [
         (16, 2, "plain"),
-        pytest.param(17, 3, "plain", marks=pytest.mark.slow),
-        pytest.param(16, 2, "dtensor", marks=pytest.mark.slow),
+        (17, 3, "plain"),
+        (16, 2, "dtensor"),
     ],
 )
 def test_objects_are_handed_on(pools, seq, world, door):

@@ -54,7 +54,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=["einsum-3-2-41-dtensor"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "world", "batch", "tokens", "how"), CASES)
 def test_it_equals_one_process(pools, name, world, batch, tokens, how):
@@ -87,7 +86,6 @@ def exchanged(name: str, batch: int, tokens: int, world: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow(but=["blocks"])
 @pytest.mark.parametrize("name", ["heads", "einsum", "blocks", "compressed"])
 def test_keys_of_the_indexer_are_all_that_is_gathered(pools, name):
     batch, tokens, world = 2, 38, 2

@@ -19,7 +19,6 @@ def compared(name, world, tokens, door, options):
     return compare(lambda: Model(name), (2, tokens, WIDTH), world, door, **options)
 
 
-@pytest.mark.slow(but=["halves-3"])
 @pytest.mark.parametrize(("name", "world", "tokens"), CASES)
 def test_it_equals_one_process(pools, name, world, tokens):
     options = {"shard": {"x": 1}}
@@ -33,23 +32,19 @@ def of_an_image(rows, world):
     return compare(Image, (2, 3, rows, 24), world, shard={"x": 2})
 
 
-@pytest.mark.parametrize(
-    ("rows", "world"), [(64, 2), pytest.param(88, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("rows", "world"), [(64, 2), (88, 3)])
 def test_rows_of_an_image(pools, rows, world):
     for found in pools[world].run(of_an_image, rows, world):
         found.check()
         assert not any("times the work" in text for text in found.warnings)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["halves", "doubles", "overlapping", "grid"])
 def test_dtensors(pools, name):
     for found in pools[3].run(compared, name, 3, 30, "dtensor", {}):
         found.check()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "fold"])
 def test_layouts(pools, layout):
     """Windows have the tokens in order."""
@@ -58,7 +53,6 @@ def test_layouts(pools, layout):
         found.check()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("name", ["halves", "doubles", "maxima"])
 def test_with_inductor(pools, name):

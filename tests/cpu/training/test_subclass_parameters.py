@@ -211,9 +211,7 @@ def run(kinds, seq, world):
     return results
 
 
-@pytest.mark.parametrize(
-    ("seq", "world"), [(16, 2), pytest.param(17, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
 def test_steps_equal_one_process(pools, seq, world):
     for results in pools[world].run(run, (*SHARED, *GATHERED), seq, world):
         for kind, (found, texts) in results.items():
@@ -236,7 +234,6 @@ def shares_of_gradients(world):
     return deviations(got, exact)
 
 
-@pytest.mark.slow
 def test_shares_of_a_gradient(pools):
     for found in pools[2].run(shares_of_gradients, 2):
         check(found)

@@ -42,7 +42,6 @@ def run(is_flat, lengths, ranks, layout) -> tuple[list[Deviation], list[Exchange
     return deviations(got, wanted), [x for x in of_times if x.purpose is Purpose.VALUE]
 
 
-@pytest.mark.slow(but=["uneven-flat-2"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("is_flat", [True, False], ids=["flat", "as tokens"])
 @pytest.mark.parametrize(

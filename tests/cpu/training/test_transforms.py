@@ -36,7 +36,6 @@ def run_model(name, door):
     return compare(lambda: Model(name), (2, 17, 8), 2, door)
 
 
-@pytest.mark.slow(but=["over tokens-plain", "twice-dtensor"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transforms_are_those_of_one_process(pools, name, door):

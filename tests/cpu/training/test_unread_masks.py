@@ -165,7 +165,6 @@ MASKS = {
     "written into a buffer": written_into_a_buffer,
 }
 FEW = ("refiner", "coca", "indexer", "matmul", "random", "table", "scores")
-DEFAULT = ("refiner", "indexer", "random", "scores")
 
 
 def run(
@@ -204,7 +203,6 @@ def run(
     return found, masks, texts
 
 
-@pytest.mark.slow(but=DEFAULT)
 @pytest.mark.parametrize("kind", MASKS)
 def test_loss_and_gradients(pools, kind):
     """Strict, and of a length that the ranks do not divide."""
@@ -215,7 +213,6 @@ def test_loss_and_gradients(pools, kind):
         assert [x for x in texts if "attn_mask" in x] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [12, 13])
 @pytest.mark.parametrize("kind", FEW)
 def test_on_three_ranks(pools, kind, length):
@@ -224,7 +221,6 @@ def test_on_three_ranks(pools, kind, length):
         assert len(masks) == 2
 
 
-@pytest.mark.slow(but=["of a region-scores"])
 @pytest.mark.parametrize("kind", ["matmul", "indexer", "scores", "random", "table"])
 @pytest.mark.parametrize("how", ["in a region", "before a region", "of a region"])
 def test_checkpoint_regions(pools, how, kind):
@@ -233,7 +229,6 @@ def test_checkpoint_regions(pools, how, kind):
         assert len(masks) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ulysses", "all_gather", "hybrid"])
 def test_strategies(pools, strategy):
     world = 4 if strategy == "hybrid" else 2
@@ -246,7 +241,6 @@ def test_strategies(pools, strategy):
 ROW_BY_ROW = ("matmul", "scattered", "sort", "bool of a matmul", "roll", "many steps")
 
 
-@pytest.mark.slow(but=["matmul"])
 @pytest.mark.parametrize("kind", ROW_BY_ROW)
 def test_rows_of_large_masks(pools, kind):
     """Each rank computes those of its queries, and nobody is warned."""

@@ -241,7 +241,6 @@ DOORS = [
 ]
 
 
-@pytest.mark.slow(but=["Pooled-plain-32-2"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("seq", "world"), [(32, 2), (20, 3)])
 @pytest.mark.parametrize(("name", "door"), DOORS)

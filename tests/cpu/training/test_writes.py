@@ -66,19 +66,16 @@ def run_programs(seeds, seq: int, door: str) -> dict[int, list[Deviation]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize(
     ("door", "seeds"),
     [
         ("plain", range(3)),
-        pytest.param("plain", range(3, 6), marks=pytest.mark.slow),
+        ("plain", range(3, 6)),
         ("dtensor", range(6)),
     ],
 )
-@pytest.mark.parametrize(
-    ("world", "seq"), [(2, 8), pytest.param(3, 10, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("world", "seq"), [(2, 8), (3, 10)])
 def test_random_programs(pools, door, seeds, world, seq):
     for found in pools[world].run(run_programs, seeds, seq, door, timeout=160):
         for each in found.values():
@@ -166,7 +163,6 @@ def run_cached(seq: int) -> list[Deviation]:
     return deviations(run(compiled, model), *values)
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize(("seq", "world"), [(16, 2), (13, 3)])
 def test_a_cache_that_the_model_keeps(pools, seq, world):
     """Every rank has all of a buffer, and so writes all of it."""
@@ -221,7 +217,7 @@ def run_unrecorded(world):
     comparison.check()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3])
 def test_writes_that_autograd_does_not_see(pools, world):
     pools[world].run(run_unrecorded, world)
 
@@ -281,7 +277,7 @@ def run_given_memory(world):
     comparison.check()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3])
 def test_results_that_are_written_to_out(pools, world):
     pools[world].run(run_given_memory, world)
 

@@ -53,7 +53,6 @@ def test_every_fault_has_its_place():
     assert FAULTS.keys() == WHERE.keys() and len(FAULTS) == 10
 
 
-@pytest.mark.slow(but=["stale positions"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_reported_at_its_call(pools, fault):
     reports = pools[RANKS].run(verify, fault, timeout=170)
@@ -71,7 +70,6 @@ def test_a_fault_is_reported_at_its_call(pools, fault):
         assert place.read_by == (ATTENTION,), place
 
 
-@pytest.mark.slow(but=["no way back"])
 @pytest.mark.parametrize("fault", ["no way back", "dropped padding"])
 def test_without_the_fault_the_program_is_right(pools, fault):
     report = pools[RANKS].run(verify_without, fault, timeout=170)[0]

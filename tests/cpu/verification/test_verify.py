@@ -122,9 +122,6 @@ def found_in(make, layout, dtype):
     return compiled, wrong, places
 
 
-@pytest.mark.slow(
-    but=["plain-zigzag-torch.float32", "graph break-contiguous-torch.float32"]
-)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("form", FORMS)
@@ -132,7 +129,6 @@ def test_no_call_differs_where_nothing_is_wrong(pools, form, layout, dtype):
     nothing_is_wrong(pools, FORMS[form], layout, dtype)
 
 
-@pytest.mark.slow
 def test_a_model_that_does_not_run_in_float64(pools):
     """torch compiles products of grouped rows in bfloat16 alone."""
     nothing_is_wrong(pools, Routed, "zigzag", torch.bfloat16)
@@ -200,7 +196,6 @@ def test_attention_that_drops_weights_is_refused(pools):
         assert "drops weights at random" in text and "model.eval()" in text
 
 
-@pytest.mark.slow
 def test_the_command_on_processes_of_its_own(tmp_path):
     path = tmp_path / "report.json"
     command = [sys.executable, "-m", "cpcompile", "verify"]

@@ -52,7 +52,6 @@ TOKEN_WISE = {
 }
 
 
-@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("name", TOKEN_WISE)
 def test_a_token_wise_call_between_two_attentions(mesh, name):
     assert moves(laid_out(lambda x: attend(TOKEN_WISE[name](attend(x))), mesh)) == (

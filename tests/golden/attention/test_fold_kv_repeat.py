@@ -55,7 +55,6 @@ def test_forms_that_are_kept(form):
     check_equal(got, attend, *inputs)
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("k_form", FORMS)
 @pytest.mark.parametrize("v_form", ["hf", "before_transpose", "one_head", "tiled"])
 def test_keys_and_values_each_have_their_form(k_form, v_form):

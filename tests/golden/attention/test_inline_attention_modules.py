@@ -159,7 +159,6 @@ MASKS = {
 }
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_mask_is_handed_to_the_call_inside(mesh, mask):
     """As an argument that fits to the scores [batch, heads, queries, keys]."""

@@ -308,7 +308,6 @@ BIASES = {
 }
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("case", BIASES)
 def test_rows_of_a_bias_are_sharded(mesh, caplog, case):
     """Each rank holds its rows only."""

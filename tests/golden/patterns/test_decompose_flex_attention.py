@@ -75,7 +75,6 @@ TEXTS = {
 }
 
 
-@pytest.mark.slow(but=["everything"])
 @pytest.mark.parametrize("name", FORMS)
 def test_what_masks_say(mesh, name):
     found = capture(Model(FORMS[name]), TOKENS, mesh=mesh, strategy="auto")
@@ -133,7 +132,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_torch_refuses_in_a_score_mod(mesh, kind):
     """With one error, before anything is shared out."""

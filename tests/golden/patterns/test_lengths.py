@@ -39,7 +39,6 @@ OWN = {form.__name__: form for form in (with_dropout, flex, flex_and_lse)}
 CALLED = OWN | {name: FORMS[name] for name in NAMES}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLED)
 def test_every_length_is_shared_out(name):
     """The second graph may have a symbol for the length, or every length its graph."""

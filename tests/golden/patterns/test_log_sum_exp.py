@@ -60,7 +60,6 @@ def test_of_flex_attention(mesh):
     )
 
 
-@pytest.mark.slow
 def test_of_grouped_heads(mesh):
     """The repetition of keys is folded for both."""
     found = capture(Model(FORMS["with_sinks"]), TOKENS, mesh=mesh, until="shard_graph")
@@ -70,7 +69,6 @@ def test_of_grouped_heads(mesh):
     assert "sigmoid(sub)  # [2, 4, 17] S(2)" in text
 
 
-@pytest.mark.slow
 def test_every_strategy_has_it(mesh):
     found = capture(Model(FORMS["with_sinks"]), TOKENS, mesh=mesh, strategy="auto")
     for plan in found.ctx.findings.plans.values():
@@ -129,7 +127,6 @@ TWINS += (read_before, written_between)
 
 
 @pytest.mark.parametrize("form", [by_hand, *TWINS])
-@pytest.mark.slow(but_every=3)
 def test_by_hand(mesh, form):
     found = capture(Model(form), TOKENS, mesh=mesh, strategy="auto")
     assert found["fold_attention_patterns"].rewrites == (0 if form in TWINS else 2)

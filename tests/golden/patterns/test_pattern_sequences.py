@@ -19,7 +19,6 @@ def mesh():
         yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
-@pytest.mark.slow(but_every=17)
 @pytest.mark.parametrize("name", FORMS)
 def test_inputs_are_inferred(mesh, name):
     """And no score has the whole sequence on both sides."""
@@ -50,7 +49,6 @@ OTHERS = [name for name in TWINS if name not in (*LEFT, *ROW_PARALLEL)]
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.slow(but_every=2)
 def test_what_is_over_no_sequence_stays(mesh, name):
     tokens = torch.zeros(2, 16, dtype=torch.long)
     found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
@@ -59,7 +57,6 @@ def test_what_is_over_no_sequence_stays(mesh, name):
     assert not found.ctx.findings.unmatched_attention
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("name", LEFT)
 def test_what_stays_is_named(mesh, name):
     """With the reason, for a warning."""
@@ -72,7 +69,6 @@ def test_what_stays_is_named(mesh, name):
 
 
 @pytest.mark.parametrize("name", ROW_PARALLEL)
-@pytest.mark.slow(but_every=7)
 def test_what_is_computed_row_parallel(mesh, name):
     """Scores that can be read, with weights that cannot: inputs are inferred for it."""
     tokens = torch.zeros(2, 16, dtype=torch.long)
@@ -86,7 +82,6 @@ def test_what_is_computed_row_parallel(mesh, name):
     assert found.text.count("= cp_whole_keys(") == 4
 
 
-@pytest.mark.slow
 def test_what_is_explained(mesh):
     tokens = torch.zeros(2, 16, dtype=torch.long)
     forms = FORMS | TWINS

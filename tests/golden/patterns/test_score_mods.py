@@ -119,7 +119,6 @@ TEXTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_calls_are_shared_out(mesh, name):
     """Masks are read besides; one that would be a bias is in the text alone."""
@@ -135,7 +134,6 @@ def test_calls_are_shared_out(mesh, name):
         assert excluded["ulysses"] is None and excluded["ring"] is None
 
 
-@pytest.mark.slow
 def test_captured_tokens_of_another_length(mesh):
     """What it captures has a size in its text: every length has a graph of its own."""
     options = {"mesh": mesh, "inner": "aot_eager"}

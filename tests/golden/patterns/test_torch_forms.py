@@ -24,7 +24,6 @@ def test_there_are_no_others():
     assert numbers_of_torch() == {*TABLE}
 
 
-@pytest.mark.slow(but_every=11)
 @pytest.mark.parametrize("number", TABLE, ids=str)
 def test_they_are_folded(mesh, number):
     """With the dropout that they have, and the input of the sequence is inferred."""

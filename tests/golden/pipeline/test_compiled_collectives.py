@@ -87,7 +87,6 @@ def tensors(graph):
 FORMS = ["plain inputs", "sharded inputs"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_no_dtensor_is_left(mesh, form):
     for graph in compile_step(64, form, mesh).graphs:
@@ -98,7 +97,6 @@ def test_no_dtensor_is_left(mesh, form):
             assert is_operator or call.target is operator.getitem, call.format_node()
 
 
-@pytest.mark.slow(but=["plain inputs-ring"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("form", FORMS)
 def test_one_operator_per_layer_and_one_reduction_per_parameter(mesh, form, strategy):
@@ -116,7 +114,6 @@ def test_one_operator_per_layer_and_one_reduction_per_parameter(mesh, form, stra
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_ulysses_is_two_exchanges_per_layer(mesh, form):
     step = compile_step(64, form, mesh, strategy="ulysses", gather_outputs=False)
@@ -145,7 +142,6 @@ def test_checkpointed_layers_run_their_operator_again(mesh):
     assert targets(step.backward)["ring_attention_backward"] == LAYERS
 
 
-@pytest.mark.slow(but=["plain inputs-True"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_activation_has_the_whole_sequence(mesh, form, tied):
@@ -168,7 +164,6 @@ def test_no_activation_has_the_whole_sequence(mesh, form, tied):
         assert largest == S // 8 * 4 * WIDTH  # the hidden layer of the MLP
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "gradients"), [(True, 1), (False, 2)])
 def test_tied_weights_have_one_gradient(mesh, tied, gradients):
     step = compile_step(64, mesh=mesh, model={"tied": tied})

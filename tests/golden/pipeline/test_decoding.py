@@ -198,7 +198,6 @@ def beside_a_view(x, keys, position):
     return F.scaled_dot_product_attention(q, before, before)
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("write", [through_a_view, beside_a_view])
 def test_views_of_a_cache_are_refused(mesh, write):
     error = captured(mesh, write, 1).error

@@ -36,7 +36,6 @@ getitem_6 = ring_attention_default[0]  # [1, 4, 64, 8] S(2)""",
 COUNTS = {"shifted": (1, 1), "biased": (1, 1), "uneven": (1, 1), "axes": (1, 1)}
 
 
-@pytest.mark.slow(but_every=2)
 @in_two
 @pytest.mark.parametrize("name", COUNTS)
 def test_which_calls_are_windows(mesh_of, name):

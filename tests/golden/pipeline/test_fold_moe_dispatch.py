@@ -20,7 +20,6 @@ def captured(fn, mesh, *more):
     return capture(fn, ids, *more, mesh=mesh, shard={"tokens": 1})
 
 
-@pytest.mark.slow(but_every=11)
 @pytest.mark.parametrize("name", ROUTED)
 def test_how_many_regions_become_one_call(mesh, name):
     model = ROUTED[name]()
@@ -220,7 +219,6 @@ def test_what_the_twins_differ_from(mesh):
     assert found.rewrites == 1 and "# [64, 32]" not in found.after
 
 
-@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("use", TWINS)
 def test_a_twin_stays(mesh, use):
     layer = Layer(use)

@@ -43,7 +43,6 @@ def test_a_decoder_has_none_left(mesh):
     )
 
 
-@pytest.mark.slow
 def test_every_layer_and_checkpoint_region(mesh):
     model = SmallGPT(
         vocabulary=16, width=8, heads=2, layers=3, context=64, checkpointed=(0, 1)

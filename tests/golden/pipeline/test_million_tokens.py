@@ -95,7 +95,6 @@ def is_whole(x):
 FORMS = {"plain": {}, "tiled": {"tile": 1024}, "budget": {"activation_memory": 0.5}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt, llama])
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS.keys())
 def test_nothing_is_of_the_whole_sequence(make, options):
@@ -116,7 +115,6 @@ def test_nothing_is_of_the_whole_sequence(make, options):
     assert one.total() == two.total() > 0, (one, two)
 
 
-@pytest.mark.slow
 def test_the_check_finds_a_table(monkeypatch):
     """Without the pass the angles of rotary embeddings are of all tokens."""
     monkeypatch.setattr(aot_eager, "JOINT", (tile_tokens,))

@@ -69,7 +69,6 @@ def graph_of(rank, tokens, form, **options):
         return text, part.to_local().shape[1]
 
 
-@pytest.mark.slow(but=["30-False-sharded inputs"])
 @pytest.mark.parametrize("form", ["plain inputs", "sharded inputs"])
 @pytest.mark.parametrize(
     ("tokens", "gather_outputs"), [(32, True), (30, False), (5, True)]
@@ -107,7 +106,6 @@ def test_the_order_is_the_documented_one():
     assert [run.__name__ for run in MODEL] == NAMES
 
 
-@pytest.mark.slow
 def test_every_pass_is_counted(mesh):
     counters.clear()
     ids = torch.zeros(2, 16, dtype=torch.long)

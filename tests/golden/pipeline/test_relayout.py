@@ -128,7 +128,6 @@ def communication(rank, fn, *args, **settings):
     return [_COMMUNICATION.findall(code) for code in codes]
 
 
-@pytest.mark.slow
 def test_first_and_last_rank_agree():
     """Of 37 tokens the last rank has fewer, so that Inductor meets other sizes."""
     weights = torch.zeros(2, 2, 8, 8, requires_grad=True)
@@ -151,7 +150,6 @@ def branches(x, group):
     return small, large.sum()
 
 
-@pytest.mark.slow
 def test_memory_does_not_change_the_order():
     """What an order costs in memory is not the same on ranks of other sizes."""
     by_memory, by_graph = (
@@ -164,7 +162,6 @@ def test_memory_does_not_change_the_order():
 
 
 @pytest.mark.parametrize("as_dtensor", [True, False])
-@pytest.mark.slow(but_every=2)
 def test_one_program_for_many_lengths(mesh, as_dtensor):
     def there(x, length, group):
         return torch.ops.cp.relayout(x.sin(), 1, length, "contiguous", "fold", group)

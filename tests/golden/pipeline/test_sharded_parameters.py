@@ -138,7 +138,6 @@ all_gather_into_tensor_2 = _c10d_functional.all_gather_into_tensor(add_3, group_
     )
 
 
-@pytest.mark.slow
 def test_what_was_gathered_may_be_kept(mesh):
     assert_golden(
         sent(mesh, reshard_after_forward=False),

@@ -37,7 +37,6 @@ FORMS = {
 }
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form(name, mesh):
     step = found(FORMS[name](), mesh)

@@ -75,7 +75,6 @@ def captured(mesh, middle=lambda x: x, **options):
     return capture(model, ids, mesh=mesh, strategy="ring", **options)
 
 
-@pytest.mark.slow
 def test_heads_are_sharded_over_tp(mesh):
     layer = parallelize_module(Layer(), mesh["tp"], HEADS)
     x = torch.randn(2, 8, 8)
@@ -184,7 +183,6 @@ def test_a_write_is_made_on_the_chunks(mesh):
     assert ", imul, 2)" in found.text
 
 
-@pytest.mark.slow
 def test_gradients_may_stay_shares(mesh):
     found = captured(mesh, grad_sync="none")
     given = [x for x in found.ctx.inputs.values() if x.kind is InputKind.OTHER_AXES]
@@ -205,7 +203,6 @@ def collectives(compiled, *inputs):
     return found
 
 
-@pytest.mark.slow
 def test_a_step_of_three_axes_with_fsdp():
     """dp x cp x tp on eight ranks: what a block sends, besides the ring's messages."""
     with fake_group(ranks=8):

@@ -109,7 +109,6 @@ return (step_dq_1, convert_element_type, convert_element_type_1)""",
 @pytest.mark.parametrize(
     ("strategy", "limit"), [("ring", 3), ("ring", 0), ("all_gather", 8)]
 )
-@pytest.mark.slow(but_every=3)
 def test_larger_rings_and_gathered_attention_stay(direction, strategy, limit):
     graph = traced(1, 4, strategy=strategy)[direction]
     before = readable(graph)
@@ -154,7 +153,6 @@ def test_the_kernel_of_each_ring_is_asked_for():
     assert config.step_kernel == "auto"
 
 
-@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("direction", [0, 1])
 @pytest.mark.parametrize(("steps", "count"), [(6, 3), (5, 0), (0, 0)])
 def test_by_itself_it_unrolls_all_of_them_or_none(monkeypatch, direction, steps, count):

@@ -35,7 +35,6 @@ def topology(graph):
     return calls
 
 
-@pytest.mark.slow(but=["16-False"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seq", [16, 14, 5])
 def test_every_rank_has_the_same_calls(monkeypatch, causal, seq):
@@ -55,7 +54,6 @@ def test_every_rank_has_the_same_calls(monkeypatch, causal, seq):
         assert len(wheres[0]) == (3 if direction == 0 else 3 + 4)
 
 
-@pytest.mark.slow(but=["14-False-ulysses"])
 @pytest.mark.parametrize("inner", ["ulysses", "ring"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seq", [16, 14])

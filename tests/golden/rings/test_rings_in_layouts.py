@@ -131,7 +131,6 @@ fold on rank 1: upper=[1, 1]; upper=[1, 0]; upper=[0, 1]; upper=[0, 1]""",
     )
 
 
-@pytest.mark.slow(but=["striped"])
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "fold"])
 def test_every_rank_has_the_same_calls(monkeypatch, layout):
     """But for the limits of the steps; only the last message is behind no step."""

@@ -55,7 +55,6 @@ silu = silu(padded_convolution)  # [2, 16, 16] S(2)""",
     )
 
 
-@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("length", [16, 17])
 @pytest.mark.parametrize("name", FORMS)
 def test_nothing_is_gathered(mesh, name, length):

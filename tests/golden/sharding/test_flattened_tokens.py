@@ -114,7 +114,6 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", WORDS)
-@pytest.mark.slow(but_every=3)
 def test_every_word_for_it(name, mesh, caplog):
     text = captured(mesh, WORDS[name]).text
     assert len(re.findall(r"= cp_row_parallel\(", text)) == 1

@@ -55,7 +55,6 @@ EQUAL = {
 }
 
 
-@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("equal", EQUAL)
 def test_a_decoder_whatever_is_as_long_as_its_sequence(mesh, equal):
     shape, sizes = EQUAL[equal]

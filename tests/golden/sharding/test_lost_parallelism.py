@@ -72,7 +72,6 @@ def test_attention_by_hand(mesh, caplog, kind):
     assert 'name the input in options={"shard": {"argument": dim}}' in text
 
 
-@pytest.mark.slow
 def test_of_a_module_that_returns_weights(mesh, caplog):
     attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
     run(lambda x: attention(x, x, x)[0], activations(), mesh=mesh)
@@ -80,7 +79,6 @@ def test_of_a_module_that_returns_weights(mesh, caplog):
     assert "need_weights=False" in text
 
 
-@pytest.mark.slow
 def test_and_naming_the_input_shares_out_the_rest(mesh, caplog):
     run(ByHand(), activations(), mesh=mesh, shard={"x": 1})
     (text,) = [x for x in warnings(caplog) if "attention" in x]
@@ -385,7 +383,6 @@ QUIET = {
 }
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("name", QUIET)
 def test_what_has_nothing_to_share_out_is_quiet(mesh, caplog, name):
     run(Block().attend, activations(), mesh=mesh)

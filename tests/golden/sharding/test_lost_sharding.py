@@ -17,7 +17,6 @@ def nodes(captured):
     return captured.gm.graph.nodes
 
 
-@pytest.mark.slow(but_every=6)
 @pytest.mark.parametrize("mesh_of", [2, 4], indirect=True)
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_and_what_lies_between_have_their_own_tokens(name, mesh_of):

@@ -46,7 +46,6 @@ cp_channel_norm_1 = cp_channel_norm(conv2d_1, (2, 3), None, 0.1, None, None,
     )
 
 
-@pytest.mark.slow(but_every=3)
 @in_three
 @pytest.mark.parametrize("name", NORMS)
 def test_nothing_is_gathered(mesh_of, name):

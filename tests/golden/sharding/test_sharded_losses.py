@@ -97,7 +97,6 @@ return (cp_gather,)""",
     assert warnings(caplog) == []
 
 
-@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("tokens", [15, 16])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -209,7 +208,6 @@ def test_a_loss_of_plain_values_stays(mesh):
     assert "= mse_loss(l_target_, " in captured.text
 
 
-@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_loss_leaves_the_layout_alone(mesh, name):
     """Targets are cut as the tokens are, and nothing is gathered or relaid."""

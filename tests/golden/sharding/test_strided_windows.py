@@ -60,7 +60,6 @@ mT_1 = mT(cp_move_tokens_1)  # [2, 19, 16] S(1)""",
     )
 
 
-@pytest.mark.slow(but_every=5)
 @in_three
 @pytest.mark.parametrize("name", FORMS)
 def test_nothing_is_gathered(mesh_of, name):
@@ -69,7 +68,6 @@ def test_nothing_is_gathered(mesh_of, name):
     assert "cp_replicated" not in found.text
 
 
-@pytest.mark.slow(but_every=5)
 @in_three
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_stays(mesh_of, name):

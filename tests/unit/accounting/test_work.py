@@ -76,7 +76,6 @@ def of_one_device(model: nn.Module, tokens: Tensor) -> dict[GraphDirection, floa
     }
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "hybrid"])
 def test_all_work_is_shared_out(strategy: str) -> None:
     torch.manual_seed(0)
@@ -133,7 +132,6 @@ def test_work_in_tiles_is_shared_out() -> None:
     assert forward.whole_flops > 1.2 * wanted[GraphDirection.FORWARD], "no tiles"
 
 
-@pytest.mark.slow
 def test_work_that_inductor_compiles_is_shared_out() -> None:
     """Its rings are unrolled."""
     model, tokens = Model(mean_loss), torch.randint(64, (BATCH, 32))

@@ -195,7 +195,6 @@ def test_what_strict_refuses():
     assert "set options={'strict': False}" in report.next
 
 
-@pytest.mark.slow
 def test_a_mistake_of_cpcompile(monkeypatch):
     """A run raises it unless strict is False, which runs it on every rank."""
     monkeypatch.setattr(refusals, "raises_mistakes", False)

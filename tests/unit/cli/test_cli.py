@@ -126,7 +126,6 @@ def test_help_is_no_mistake(capsys):
     assert run(capsys, "--help")[0] == 0
 
 
-@pytest.mark.slow
 def test_plan_needs_neither_torch_nor_matplotlib():
     program = (
         "import sys; from cpcompile.apps.cli.main import main; "
@@ -144,7 +143,6 @@ def test_plan_needs_neither_torch_nor_matplotlib():
     assert completed.stdout.splitlines()[-1] == "0 []"
 
 
-@pytest.mark.slow
 def test_a_sweep_is_quick():
     """Processor time, which other processes lengthen less than the clock's."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -162,7 +160,6 @@ def test_a_sweep_is_quick():
     assert used < 2 * MOST_SECONDS
 
 
-@pytest.mark.slow
 def test_a_reader_that_has_seen_enough():
     """`cpcompile plan ... | head -1`"""
     command = [sys.executable, "-m", "cpcompile", *LLAMA, "--cp", "2..64", "--json"]

@@ -3,8 +3,6 @@
 import json
 import sys
 
-import pytest
-
 import cpcompile as cp
 from cpcompile.apps.cli.main import main
 from cpcompile.cost.plain_data import to_dict
@@ -150,7 +148,6 @@ def test_windowed_layers_are_said_not_to_be_counted(capsys):
     )
 
 
-@pytest.mark.slow
 def test_html(capsys, tmp_path):
     path = tmp_path / "plan.html"
     code, out, err = run(capsys, *LLAMA, "--cp", "2,4", "--html", str(path))
@@ -161,7 +158,6 @@ def test_html(capsys, tmp_path):
     assert page.count("<img ") == 8
 
 
-@pytest.mark.slow
 def test_html_in_a_folder_that_is_not_there(capsys, tmp_path):
     path = tmp_path / "no" / "plan.html"
     code, _, err = run(capsys, *LLAMA, "--cp", "2", "--html", str(path))

@@ -51,7 +51,6 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     assert all(name.startswith("cpcompile") for name in added), added
 
 
-@pytest.mark.slow
 def test_the_backend_is_found_by_its_entry_point():
     program = """
 import sys, torch._dynamo

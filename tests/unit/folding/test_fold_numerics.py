@@ -26,7 +26,6 @@ def both(kind, layers=LAYERS):
     return *results, found
 
 
-@pytest.mark.slow(but=["plain"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_bits_are_the_same(kind):
     separate, got, found = both(kind)
@@ -45,7 +44,6 @@ ODD = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("odd", "counts"), ODD.items(), ids=ODD)
 def test_a_block_that_differs_stays_apart(odd, counts):
     separate, got, found = both(Kind(odd=odd), layers=7)

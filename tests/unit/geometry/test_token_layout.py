@@ -88,7 +88,6 @@ def test_the_sequence_is_permuted(layout, ranks):
             assert (part.diff() > 0).all()
 
 
-@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("ranks", ALL_RANKS)
 @pytest.mark.parametrize("layout", Layout)
 def test_what_a_rank_sees_of_another(layout, ranks):

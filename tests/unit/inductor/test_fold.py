@@ -109,7 +109,6 @@ def test_code_without_functions():
     assert check_results("def call(args):\n    return (arg0_1, )\n") == 0
 
 
-@pytest.mark.slow
 def test_a_length_that_is_a_symbol():
     """Sizes are operands of the functions, and numbers those of separate blocks."""
     values = []

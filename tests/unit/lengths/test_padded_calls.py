@@ -245,7 +245,6 @@ def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(0, CLASSES, (2, tokens), generator=generator)
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_the_padding_has_is_not_read(name):
     """Not even NaN; for another length, and one that the ranks divide, too."""
@@ -261,7 +260,6 @@ def test_what_the_padding_has_is_not_read(name):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow(but_every=11)
 @pytest.mark.parametrize("name", [n for n in RIGHT if n not in WITHOUT_GRADIENT])
 def test_the_gradient_is_that_of_the_tokens(name):
     fn = RIGHT[name]
@@ -354,7 +352,6 @@ WRONG = {
 }
 
 
-@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("name", WRONG)
 def test_refused(name):
     with pytest.raises(BackendCompilerFailed, match="cannot be padded"):

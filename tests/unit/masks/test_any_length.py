@@ -110,7 +110,6 @@ READ = [
 @pytest.mark.parametrize(
     ("builder", "data", "text"), READ, ids=lambda x: getattr(x, "__name__", None)
 )
-@pytest.mark.slow(but_every=8)
 def test_one_reading_for_all_lengths(builder, data, text):
     """`read` fails where Dynamo traces again."""
     found = read(attend(builder), *inputs_of(data, S))
@@ -172,7 +171,6 @@ def dense(q, k, attention_mask):
     return torch.where(j <= i, attention_mask[:, None, None, :].float(), -1e4)
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize(
     ("builder", "data", "why"),
     [

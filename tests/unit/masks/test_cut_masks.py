@@ -74,7 +74,6 @@ def buffer(dtype: torch.dtype, *shape: int) -> Tensor:
     return numbers > 0 if dtype == torch.bool else numbers
 
 
-@pytest.mark.slow(but_every=11)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda x: x.__name__)

@@ -88,7 +88,6 @@ FROM_DATA = [
 @pytest.mark.parametrize(
     ("builder", "name"), STATIC, ids=[x[0].__name__ for x in STATIC]
 )
-@pytest.mark.slow(but_every=7)
 def test_masks_without_data(builder, name):
     q, k = operands(S)
     found = read(attend(builder), q, k)
@@ -99,7 +98,6 @@ def test_masks_without_data(builder, name):
 @pytest.mark.parametrize(
     ("builder", "kinds", "name"), FROM_DATA, ids=[x[0].__name__ for x in FROM_DATA]
 )
-@pytest.mark.slow(but_every=7)
 def test_masks_from_data(builder, kinds, name):
     """One reading has to hold for whatever data comes."""
     q, k = operands(S)
@@ -111,7 +109,6 @@ def test_masks_from_data(builder, kinds, name):
 
 @pytest.mark.parametrize("builder", [b.window, b.both_sides, b.chunks, b.causal])
 @pytest.mark.parametrize("lengths", [(13, 29), (29, 13), (1, 7), (7, 1), (1, 1)])
-@pytest.mark.slow(but_every=3)
 def test_other_keys_than_queries(builder, lengths):
     q, k = operands(*lengths)
     found = read(attend(builder), q, k)
@@ -141,7 +138,6 @@ DENSE = [
 
 @pytest.mark.parametrize("shape", DENSE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
-@pytest.mark.slow(but_every=3)
 def test_given_masks(shape, dtype):
     q, k = operands(S)
     mask = torch.randn(shape) > 0 if dtype == torch.bool else torch.randn(shape)

@@ -87,7 +87,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but_every=11)
 @pytest.mark.parametrize(("builder", "text"), CASES, ids=[x.__name__ for x, _ in CASES])
 def test_a_mask_that_is_written_in_a_loop(builder, text):
     found = read(attend(builder), *operands(S))
@@ -95,7 +94,6 @@ def test_a_mask_that_is_written_in_a_loop(builder, text):
     check(found, *operands(S))
 
 
-@pytest.mark.slow
 def test_more_steps_than_python_recurses():
     found = read(attend(row_by_row), *operands(150))
     assert found.text == "is_causal"
@@ -129,7 +127,6 @@ def test_one_without_a_form_is_a_bias():
     assert read(attend(mask_of), *operands(S)).text == "unread"
 
 
-@pytest.mark.slow
 def test_beside_data():
     def mask_of(q, k, attention_mask):
         return row_by_row(q, k) & attention_mask[:, None, None, :]
@@ -154,7 +151,6 @@ def test_ids_that_are_written_in_a_loop():
     check(found, *operands(S), data)
 
 
-@pytest.mark.slow
 def test_many_steps_of_data_are_a_bias():
     def mask_of(q, k, lengths):
         mask = torch.zeros(2, 1, S, S, dtype=torch.bool)

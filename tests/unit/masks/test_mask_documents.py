@@ -67,7 +67,6 @@ def data(seed):
 
 
 @pytest.mark.parametrize("name", NEAR)
-@pytest.mark.slow(but_every=3)
 def test_what_looks_alike_is_not_taken_for_it(name):
     q, k = operands(S)
     found = read(NEAR[name], q, k, *data(0))

@@ -74,7 +74,6 @@ MODELS = {
 }
 
 
-@pytest.mark.slow(but=["position_ids-Mistral"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["", PADDED, PACKED])
 def test_decoders(name, kind):

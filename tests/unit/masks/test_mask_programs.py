@@ -132,7 +132,6 @@ def inputs(rng: random.Random, batch: int, queries: int, keys: int) -> list[Tens
     ]
 
 
-@pytest.mark.slow(but_every=29)
 @pytest.mark.parametrize("seed", range(48))
 def test_random_programs(seed):
     rng = random.Random(seed)

@@ -66,7 +66,6 @@ def test_layers_share_a_reading():
     check(found, *operands(S), visible(3, 7, 8))
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize(
     "builder",
     [b.causal, b.packed_without_inputs, b.vmap_causal, b.in_place_fill, b.everything],
@@ -203,7 +202,6 @@ class Stop(BaseException):
     """Ends a compilation."""
 
 
-@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize(
     ("builder", "data", "name"),
     [

@@ -36,7 +36,6 @@ UNREAD = {
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("case", UNREAD)
-@pytest.mark.slow(but_every=3)
 def test_what_is_computed_for_all_pairs_is_a_bias(case, strict, caplog):
     q, k = operands(S)
     found = read(attend(UNREAD[case]), q, k, strict=strict)

@@ -21,7 +21,6 @@ CASES = [(strategy, kind) for strategy in GROUPED for kind in KINDS]
 CASES += [("local", kind) for kind in KINDS[1:]]
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
 def test_against_autograd(one_rank, strategy, kind, dtype):
@@ -54,7 +53,6 @@ def test_of_the_log_sum_exp_alone(one_rank, strategy):
 
 
 @pytest.mark.parametrize("strategy", OPERATORS)
-@pytest.mark.slow(but_every=2)
 def test_opcheck(one_rank, strategy):
     q, k, v = make_operands(torch.float32, 2)
     backward = getattr(torch.ops.cp, f"{strategy}_attention_backward").default

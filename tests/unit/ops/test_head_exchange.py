@@ -40,7 +40,6 @@ def operands(*sizes, **others):
     return [x.requires_grad_() for x in make_operands(*sizes, **others)]
 
 
-@pytest.mark.slow(but_every=13)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_opcheck_of_the_exchange(one_rank, kv_heads, dtype):
@@ -55,7 +54,6 @@ def test_opcheck_of_the_exchange(one_rank, kv_heads, dtype):
     )
 
 
-@pytest.mark.slow(but_every=13)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 1])

@@ -62,7 +62,6 @@ def calls(strategy, group, *masks, sizes=(LENGTH, LENGTH), **more):
     return *(getattr(ops, name).default for name in names), others
 
 
-@pytest.mark.slow(but_every=19)
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,7 +81,6 @@ def test_opcheck(one_rank, strategy, mask, dtype):
         torch.library.opcheck(backward, (*saved, *others, flag, None))
 
 
-@pytest.mark.slow(but=["all_gather"])
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
 def test_opcheck_of_strided_cross_attention(one_rank, strategy):
     q, k, v = make_operands(torch.float32, 2, q_len=3, kv_len=7, dims=(8, 5))

@@ -31,7 +31,6 @@ def fake_mesh() -> Iterator[dist.DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow(but_every=19)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -57,7 +56,6 @@ def test_opcheck_of_strided_cross_attention(one_rank, strategy):
     torch.library.opcheck(forward, (*leaves, *rest(3, 7, True, 0.3, one_rank)))
 
 
-@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize(("strategy", "layout"), LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_opcheck_of_layouts(one_rank, strategy, layout, causal):

@@ -56,7 +56,6 @@ def test_shares_move_every_token_to_its_place(source, target, length, ranks):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.slow(but_every=3)
 def test_opcheck(one_rank, dtype, dim):
     x = torch.arange(24).view(2, 3, 4).to(dtype)
     if dtype.is_floating_point:

@@ -47,7 +47,6 @@ def step(dtype, call):
     return found | {"out": out.detach(), "lse": lse.detach()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("elements", [64, 1 << 24])
 @pytest.mark.parametrize("ranges", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -100,7 +99,6 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.slow
 def test_nothing_is_held_for_all_pairs(monkeypatch):
     tokens, elements = 512, 4096
     for module in (rows_under_mask, row_mask):
@@ -121,7 +119,6 @@ def test_nothing_is_held_for_all_pairs(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.slow
 def test_opcheck(one_rank, strategy):
     operands = make_operands(torch.float32, 2)
     q, k, v = (x.requires_grad_() for x in operands)

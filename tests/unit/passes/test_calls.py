@@ -89,7 +89,6 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.slow(but_every=3)
 def test_spellings(spelling):
     fn, (name, arguments) = SPELLINGS[spelling]
     found, given = read(fn)

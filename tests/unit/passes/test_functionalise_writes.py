@@ -15,7 +15,6 @@ from tests.support.dynamo_graphs import dynamo_graph
 from tests.support.writes import program
 
 
-@pytest.mark.slow(but_every=11)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_programs(seed):
     fn = program(seed, 4 + seed % 9)

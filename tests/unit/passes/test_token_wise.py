@@ -217,7 +217,6 @@ def test_two_axes():
     assert prover.prove(lambda x: x.softmax(1), x) == NOT_PROVED
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dim", range(3))
 def test_no_proof_is_wrong_where_all_sizes_are_equal(prover, dim):
     proofs = [
@@ -249,7 +248,6 @@ def reshapes(draw):
 
 @settings(max_examples=100)
 @given(reshapes())
-@pytest.mark.slow
 def test_no_proof_of_views_is_wrong(prover, case):
     shape, dim, steps = case
 

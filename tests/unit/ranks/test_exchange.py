@@ -108,7 +108,6 @@ def _hold_store(connection):
     os._exit(0)
 
 
-@pytest.mark.slow
 def test_a_dead_store_is_said_as_such(monkeypatch, talk):
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(

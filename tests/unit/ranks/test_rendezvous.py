@@ -64,7 +64,6 @@ rank (forward, backward and cp.explain)""",
     )
 
 
-@pytest.mark.slow
 def test_a_difference_is_seen_before_all_have_come(monkeypatch):
     monkeypatch.setattr(rendezvous, "GRACE_SECONDS", 1.0)
     start = time.monotonic()

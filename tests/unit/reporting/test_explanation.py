@@ -143,7 +143,6 @@ def test_json_holds_calls_and_candidates(explanation):
     assert masked["plan"] is None and masked["reason"] == "a mask is not read"
 
 
-@pytest.mark.slow
 def test_the_page_groups_equal_calls(explanation):
     page = explanation.to_html()
     label = explanation.calls[0].plan.chosen.label

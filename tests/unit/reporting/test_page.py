@@ -87,7 +87,6 @@ def test_pictures_have_units_on_their_axes(text):
     assert {"ring", "all_gather", "ulysses", "hybrid", "on 4 ranks"} <= curves
 
 
-@pytest.mark.slow
 def test_a_page_of_many_plans_is_small():
     """Seven rank counts, as `cpcompile plan --cp 2,4,8,16,32,64,128` has them."""
     sections = [a_section(ranks=2**i, seq=131072) for i in range(1, 8)]
@@ -121,7 +120,6 @@ def test_pictures_have_words(text):
     assert "contiguous: slowest rank 1.750 x mean" in alts[2]
 
 
-@pytest.mark.slow
 def test_equal_plans_give_equal_pages():
     one, other = (page("title", [], None, [a_section(ranks=1)]) for _ in range(2))
     assert one == other
@@ -131,14 +129,12 @@ def test_one_rank_has_no_ring():
     assert len(pictures(page("title", [], None, [a_section(ranks=1)]))) == 2
 
 
-@pytest.mark.slow
 def test_not_causal():
     text = page("title", [], None, [a_section(causal=False)])
     assert len(pictures(text)) == 4
     assert "ring zigzag: " not in pictures(text)[1]
 
 
-@pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_other_keys_than_queries(causal):
     """Balanced layouts need as many keys as queries, and are not drawn."""
@@ -148,7 +144,6 @@ def test_other_keys_than_queries(causal):
     assert "ring fold: " not in pictures(text)[1]
 
 
-@pytest.mark.slow
 def test_many_ranks_stay_small():
     text = page("title", [], None, [a_section(ranks=256, seq=2**20)])
     assert len(text) < 2_000_000

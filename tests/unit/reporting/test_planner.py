@@ -164,7 +164,6 @@ only""",
     )
 
 
-@pytest.mark.slow
 def test_neither_torch_nor_a_process_group_is_needed() -> None:
     code = (
         "import sys, cpcompile\n"

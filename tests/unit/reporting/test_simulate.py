@@ -34,7 +34,6 @@ def seconds(row, activity):
     return sum(span.seconds for span in row.spans if span.activity is activity)
 
 
-@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES.keys())
 @pytest.mark.parametrize("direction", ["forward", "backward", "both"])
 @pytest.mark.parametrize(

@@ -146,7 +146,6 @@ def saved_by_forward(compiled):
 
 @pytest.mark.parametrize("vocabulary", [7, 4000])  # torch's fraction counts parameters
 @pytest.mark.parametrize("fraction", [1.0, 0.9, 0.7, 0.5, 0.4])
-@pytest.mark.slow(but_every=10)
 def test_no_more_is_saved_than_allowed(fraction, vocabulary):
     model, tokens = stack(vocabulary=vocabulary)
     loss, exact = gradients(model, [tokens])
@@ -171,7 +170,6 @@ def without_a_budget():
     return compiled
 
 
-@pytest.mark.slow
 def test_bytes_and_fractions_mean_the_same():
     model, tokens = stack()
     share = Compiled(model, 0.5)
@@ -208,7 +206,6 @@ def test_a_budget_that_cannot_be_met_names_the_smallest():
     assert cause is not None
 
 
-@pytest.mark.slow
 def test_attention_is_computed_again_only_if_nothing_else_is_left():
     model, tokens = stack(dropout=0.5)
     _, exact = gradients(model, [tokens])
@@ -229,7 +226,6 @@ def test_attention_is_computed_again_only_if_nothing_else_is_left():
 
 
 @pytest.mark.parametrize("fraction", [0.6, 0.45])
-@pytest.mark.slow
 def test_dropout_is_the_same_in_the_backward(fraction):
     model, tokens = stack(dropout=0.5)
     _, exact = gradients(model, [tokens])
@@ -251,7 +247,6 @@ def test_regions_of_the_user_are_computed_again_as_before():
         torch.testing.assert_close(p.grad, exact[name], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.slow
 def test_ranks_take_the_choice_of_the_one_that_saves_least():
     model, tokens = stack()
     alone = Compiled(model, 1.0)
@@ -263,7 +258,6 @@ def test_ranks_take_the_choice_of_the_one_that_saves_least():
     assert max(Choice(), Choice(0, 3, 2), Choice(1, 3, 32), Choice(0, 3, 32)).again == 1
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("given", [None, 0.5])
 def test_what_is_saved_moves_to_the_host(given, monkeypatch):
     """As on an accelerator: torch copies what is marked, here from CPU to CPU."""
@@ -291,7 +285,6 @@ def test_kinds_of_saved_values():
     assert "MiB of attention and its messages" in text and "of other values" in text
 
 
-@pytest.mark.slow
 def test_the_report_names_products():
     model, tokens = stack()
     compiled = Compiled(model, 0.4)

@@ -191,7 +191,6 @@ OPCHECK_AXES = AXES | {
 }
 
 
-@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize(
     "case", [StepCase(**values) for values in selected_cases(OPCHECK_AXES)], ids=str
 )

@@ -95,7 +95,6 @@ def all_cases(**axes):
     return [StepCase(**values) for values in selected_cases(AXES | axes)]
 
 
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("case", all_cases(), ids=str)
 @pytest.mark.parametrize("form", [step_dkdv, step_dq], ids=str)
 def test_the_split_form(case, form):
@@ -200,7 +199,6 @@ OPCHECK_AXES = {
 }
 
 
-@pytest.mark.slow(but_every=23)
 @pytest.mark.parametrize("case", all_cases(**OPCHECK_AXES), ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_opcheck(case, form):

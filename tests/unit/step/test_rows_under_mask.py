@@ -77,7 +77,6 @@ def causal():
 BIASES = [(1, 1), (2, 1), (1, 4), (2, 4)]
 
 
-@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("elements", [1, 100, 5000, 1 << 24])
 @pytest.mark.parametrize("sizes", BIASES, ids=str)
 @pytest.mark.parametrize("grad", [True, False])

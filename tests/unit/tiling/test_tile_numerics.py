@@ -56,7 +56,6 @@ def both_ways(form, decomposed, tile=24, **more):
     return compiled
 
 
-@pytest.mark.slow(but_every=11)
 @NAMED
 @pytest.mark.parametrize("form", AT_ONCE, ids=name)
 def test_gradients_of_a_loss_are_computed_in_the_forward(form, decomposed):
@@ -65,7 +64,6 @@ def test_gradients_of_a_loss_are_computed_in_the_forward(form, decomposed):
     assert compiled.tiling.found[0].tokens == TOKENS
 
 
-@pytest.mark.slow(but_every=19)
 @NAMED
 @pytest.mark.parametrize("form", [*AGAIN, by_token, both, returned], ids=name)
 def test_others_compute_again_in_the_backward(form, decomposed):
@@ -73,7 +71,6 @@ def test_others_compute_again_in_the_backward(form, decomposed):
     assert compiled.tiling.found
 
 
-@pytest.mark.slow(but_every=5)
 @NAMED
 @pytest.mark.parametrize("form", TWINS, ids=name)
 def test_what_mixes_tokens_has_no_tile_along_them(form, decomposed):
@@ -106,7 +103,6 @@ def test_regions_that_compute_twice_are_left_unless_asked_for():
     assert [x.gradients_at_once for x in found] == [True]
 
 
-@pytest.mark.slow(but_every=2)
 @NAMED
 def test_dropout_drops_the_same(decomposed):
     model, x, labels = example()
@@ -136,14 +132,12 @@ def clipped(m, x, labels):
     )
 
 
-@pytest.mark.slow(but_every=2)
 @NAMED
 def test_a_backward_that_is_not_linear_waits_for_its_gradient(decomposed):
     found = both_ways(clipped, decomposed).tiling.found
     assert [x.gradients_at_once for x in found] == [False]
 
 
-@pytest.mark.slow(but_every=3)
 @NAMED
 @pytest.mark.parametrize("form", [plain, returned, both], ids=name)
 def test_without_gradients(form, decomposed):
@@ -159,7 +153,6 @@ def test_without_gradients(form, decomposed):
 
 @NAMED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.slow(but_every=7)
 def test_sums_of_tiles_are_as_exact_as_one_product(dtype, decomposed):
     model, x, labels = example(dtype)
     model.loss = upcast

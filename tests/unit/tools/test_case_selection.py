@@ -1,97 +1,181 @@
-"""Which tests a run without names takes."""
+"""Which tests a run without names takes, and what it knows of their durations."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.case_selection import DAYS, VARIABLE, chosen_cases, sampled
-from tests.conftest import pytest_collection_modifyitems
+from tests import case_selection, conftest
+from tests.case_selection import (
+    BUDGET_SECONDS,
+    LANE,
+    VARIABLE,
+    Durations,
+    by_value,
+    guards,
+    lane,
+    part,
+    selected,
+    split,
+    summary,
+)
+from tools import durations as recording
 
-IDS = ["ring-2", "ring-3", "ring-30", "all_gather-2", "all_gather-3"]
+ROOT = case_selection.HERE.parent
+A, B, C = "tests/unit/a.py::test_1", "tests/unit/a.py::test_2", "tests/cpu/b.py::test_3"
+PATCH = "tests/unit/torch_patches/test_p.py::test_4"
+
+
+def known(torch="2.13.0", **entries):
+    return Durations(torch, {globals()[x]: y for x, y in entries.items()})
+
+
+def test_what_covers_most_per_second_comes_first():
+    cheap = known(A=[1, 1, {}], B=[0.9, 1, {}], C=[9, 1, {}])
+    assert by_value([A, B, C], cheap, {}) == [B, C, A]  # one of each file first
+    covered = known(A=[1, 1, {}, 400], B=[0.9, 1, {}, 20], C=[1.5, 1, {}, 300])
+    assert by_value([A, B, C], covered, {}) == [A, C, B]
+    assert by_value([A, B, C], known(A=[9, 1, {}], C=[1, 1, {}]), {}) == [B, C, A]
 
 
 @pytest.mark.parametrize(
-    ("but", "every", "chosen"),
-    [
-        (["ring-3"], 0, {"ring-3"}),
-        (["ring"], 0, set(IDS[:3])),
-        (["all_gather-3", "ring-2"], 0, {"all_gather-3", "ring-2"}),
-        ([], 2, {IDS[0], IDS[2], IDS[4]}),
-        (["ring-3"], 4, {IDS[0], IDS[1], IDS[4]}),
-    ],
+    ("first", "order"), [((), "abcde"), (("d",), "dabce"), (("e", "b"), "ebacd")]
 )
-def test_cases_are_named_or_counted(but, every, chosen):
-    assert chosen_cases(IDS, but, every) == chosen
+def test_cases_are_spread_after_those_that_guard(first, order):
+    """The first of the list, one from its middle, two from its quarters, the rest."""
+    preferred = {A: [f"{A}[{x}]" for x in first]}
+    chosen = by_value([f"{A}[{x}]" for x in "adceb"], known(A=[1, 5, {}]), preferred)
+    assert "".join(split(x)[1] for x in chosen) == order
+
+
+def test_a_guard_without_a_case_is_refused():
+    with pytest.raises(ValueError, match=r"guards.txt: got '.*\[x\]'; needed the id"):
+        by_value([f"{A}[y]"], Durations(), {A: [f"{A}[x]"]})
+
+
+def test_the_budget_is_spent_on_what_fits():
+    times = known(A=[BUDGET_SECONDS, 1, {}], B=[5, 2, {"long": 2 * BUDGET_SECONDS}])
+    cases = [A, f"{B}[short]", f"{B}[long]"]
+    assert selected(cases, times, {}, torch="2.13.0") == {f"{B}[short]"}
+    others = selected(cases, times, {}, "all=1/1", "2.13.0")
+    assert others == {A, f"{B}[long]"}
+    assert selected(cases, times, {}, "all", "2.13.0") == set(cases)
+    with pytest.raises(ValueError, match="got part '2'; needed K/N"):
+        selected(cases, times, {}, "all=2", "2.13.0")
+
+
+@pytest.mark.parametrize(("torch", "runs"), [("2.13.0", False), ("2.15.0", True)])
+def test_tests_of_torch_run_when_torch_changes(torch, runs):
+    times = known(PATCH=[1, 1, {}], A=[1, 1, {}])
+    assert (PATCH in selected([A, PATCH], times, {}, torch=torch)) == runs
+    assert PATCH in selected([A, PATCH], Durations(), {}, torch=torch)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 30])
+def test_parts_are_disjoint_and_take_equally_long(n):
+    seconds = {str(i): 0.1 * (i % 9) for i in range(300)}
+    parts = [part(seconds, f"{k}/{n}") for k in range(1, n + 1)]
+    assert sorted(x for p in parts for x in p) == sorted(seconds)
+    taken = [sum(seconds[x] for x in p) for p in parts]
+    assert max(taken) - min(taken) <= 2 * 0.8
+    with pytest.raises(ValueError, match="1 <= K <= N"):
+        part(seconds, f"{n + 1}/{n}")
+
+
+def test_lanes_keep_files_whole_and_processes_together():
+    times = known(A=[1, 1, {}], B=[1, 1, {}], C=[2, 1, {}])
+    assert lane([A, B, C], times, "1/2") == {C}
+    assert lane([A, B, C], times, "2/2") == {A, B}
+
+
+def test_a_new_test_runs_and_is_named():
+    times = known(A=[BUDGET_SECONDS, 1, {}])
+    chosen = selected([A, B], times, {}, torch="2.13.0")
+    assert chosen == {B}
+    assert summary([A, B], chosen, times)[1] == (
+        f"1 test functions without a recorded duration, which run first, such as {B}; "
+        "record them: tools/test --record tests/unit/a.py"
+    )
+    assert "no durations are recorded" in summary([A], {A}, Durations())[0]
+
+
+@pytest.mark.parametrize(("named", "left"), [([], [B]), (["tests/x.py"], [A, B])])
+def test_named_files_run_whole(monkeypatch, named, left):
+    times = known(A=[2 * BUDGET_SECONDS, 1, {}], B=[1, 1, {}])
+    monkeypatch.setattr(conftest.Durations, "read", lambda: times)
+    for name in (VARIABLE, LANE):
+        monkeypatch.delenv(name, raising=False)
+    items = [SimpleNamespace(nodeid=x) for x in (A, B)]
+    config = SimpleNamespace(
+        option=SimpleNamespace(file_or_dir=named),
+        hook=SimpleNamespace(pytest_deselected=lambda items: None),
+        stash={},
+    )
+    conftest.pytest_collection_modifyitems(config, items)
+    assert [x.nodeid for x in items] == left
+
+
+def test_guards_are_of_tests_that_exist():
+    for function in guards():
+        file, _, name = function.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), function
+
+
+REPORT = """\
+<testsuites><testsuite>
+  <testcase classname="tests.unit.a" name="test_1" time="0.111" />
+  <testcase classname="tests.unit.a" name="test_2[x]" time="0.1" />
+  <testcase classname="tests.unit.a" name="test_2[y-[z]]" time="9.99" />
+  <testcase classname="tests.unit.a" name="test_2[z]" time="0.1"/>
+  <testcase classname="tests.unit.a" name="test_5" time="1"><failure /></testcase>
+  <testcase classname="tests.cpu.b" name="test_3" time="0"><skipped /></testcase>
+</testsuite></testsuites>
+"""
+
+
+def test_the_record(tmp_path):
+    report, path = tmp_path / "report.xml", tmp_path / "durations.json"
+    report.write_text(REPORT)
+    timed = recording.read([report])
+    recording.write({"torch": "2.13.0", "tests": recording.merged({}, timed)}, path)
+    assert (
+        path.read_text()
+        == """\
+{"torch": "2.13.0", "tests": {
+ "tests/cpu/b.py": {
+  "test_3": [0.0, 1, {}]
+ },
+ "tests/unit/a.py": {
+  "test_1": [0.11, 1, {}],
+  "test_2": [0.1, 3, {"y-[z]": 10.0}]
+ }
+}}
+"""
+    )
+    times = Durations.read(path)
+    assert [times.seconds(f"{B}{x}") for x in ("[x]", "[y-[z]]", "[new]")] == [
+        0.1,
+        10.0,
+        0.1,
+    ]
+    assert not times.is_known("tests/unit/a.py::test_5")
 
 
 @pytest.mark.parametrize(
-    ("named", "level", "left"),
+    ("cases", "entry"),
     [
-        ([], "", ["quick"]),
-        (["tests/x.py"], "", ["quick", "slow"]),
-        ([], "all", ["quick", "slow"]),
+        ({"x": 0.12, "y": 3.1, "z": 0.1}, [0.1, 3, {"y": 3.0}, 7]),  # much as before
+        ({"x": 2.0}, [0.1, 3, {"x": 2.0, "y": 3.0}, 7]),
+        ({"x": 1.0, "y": 1.0, "z": 1.0}, [1.0, 3, {}, 7]),
     ],
 )
-def test_only_named_tests_take_the_slow_ones(monkeypatch, named, level, left):
-    """What pytest was given besides, as in `-p NAME`, names none."""
-    items = [Item("quick"), Item("slow", {})]
-    for item in items:
-        item.originalname = item.name
-    collected(monkeypatch, items, named, level)
-    assert [item.name for item in items] == left
+def test_what_hardly_changes_stays(cases, entry):
+    old = {"a.py": {"test_1": [0.1, 3, {"y": 3.0}, 7]}}
+    assert recording.merged(old, {"a.py": {"test_1": cases}}) == {
+        "a.py": {"test_1": entry}
+    }
 
 
-@pytest.mark.parametrize(("named", "left"), [([], IDS[:3]), (["tests/x.py"], IDS)])
-def test_named_cases_are_not_slow(monkeypatch, named, left):
-    items = [Item(x, {"but": ["ring"]}) for x in IDS]
-    collected(monkeypatch, items, named)
-    assert [item.name for item in items] == left
-
-
-def test_the_mark_of_a_case_counts_beside_that_of_its_test(monkeypatch):
-    items = [Item(x, {"but": ["ring"]}, *([{}] if x == "ring-2" else [])) for x in IDS]
-    collected(monkeypatch, items, [])
-    assert [item.name for item in items] == IDS[1:3]
-
-
-def test_a_name_that_no_case_has_is_refused(monkeypatch):
-    with pytest.raises(pytest.UsageError, match="'ulysses'; needed the begin of"):
-        collected(monkeypatch, [Item(x, {"but": ["ulysses"]}) for x in IDS], [])
-
-
-def collected(monkeypatch, items, named, level=""):
-    monkeypatch.setenv(VARIABLE, level)
-    hook = SimpleNamespace(pytest_deselected=lambda items: None)
-    option = SimpleNamespace(file_or_dir=named)
-    pytest_collection_modifyitems(SimpleNamespace(option=option, hook=hook), items)
-
-
-class Item:
-    """As much of a test as is looked at; marks are the keywords of `slow`."""
-
-    path = Path("tests/unit/test_x.py")
-    originalname = "test_x"
-
-    def __init__(self, name, *marks):
-        self.name, self.marks = name, marks
-        self.callspec = SimpleNamespace(id=name)
-
-    def iter_markers(self, name):
-        assert name == "slow"
-        return [SimpleNamespace(kwargs=x) for x in self.marks]
-
-
-def test_all_cases_run_within_some_days():
-    cases = [object() for _ in range(5 * DAYS + 3)]
-    days = [sampled(cases, 20261123 + day) for day in range(DAYS)]
-    assert sorted(map(len, days)) == [5] * (DAYS - 3) + [6] * 3
-    assert {x for day in days for x in day} == set(cases)
-
-
-@pytest.mark.parametrize("count", range(1, 2 * DAYS))
-def test_a_case_of_each_test_runs_every_day(count):
-    cases = [object() for _ in range(count)]
-    days = [sampled(cases, 20261123 + day) for day in range(DAYS)]
-    assert min(map(len, days)) >= 1
-    assert {x for day in days for x in day} == set(cases)
+def test_what_is_gone_is_forgotten(tmp_path):
+    (tmp_path / "a.py").write_text("def test_1():\n    pass\n")
+    old = {"a.py": {"test_1": [1, 1, {}], "test_2": [1, 1, {}]}, "b.py": {"test_1": []}}
+    assert recording.existing(old, tmp_path) == {"a.py": {"test_1": [1, 1, {}]}}

@@ -11,7 +11,6 @@ def test_a_tag_of_another_version_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_wheel_and_sdist_are_whole(tmp_path, capfd):
     release.main(["--out", str(tmp_path)])

@@ -99,7 +99,6 @@ def filled_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's own samples
 def test_every_kernel_that_reads_memory_is_known(filled_memory):
     torch.manual_seed(0)

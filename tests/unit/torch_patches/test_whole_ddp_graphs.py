@@ -53,7 +53,6 @@ def calls_per_graph(compiled):
     return [len(report.calls) for report in reports]
 
 
-@pytest.mark.slow(but=["1"])
 @pytest.mark.parametrize("megabytes", [1, 0.001, 25])
 def test_a_graph_of_cp_stays_whole(options, megabytes):
     """Buckets smaller than the first one of DDP are an assertion of DDPOptimizer."""
@@ -62,14 +61,12 @@ def test_a_graph_of_cp_stays_whole(options, megabytes):
     assert torch._dynamo.config.optimize_ddp is True
 
 
-@pytest.mark.slow
 def test_a_model_that_is_compiled_before_it_is_wrapped(options):
     model = Model()
     model.compile(backend="cp", options=options)
     assert calls_per_graph(DistributedDataParallel(model, bucket_cap_mb=1)) == [3]
 
 
-@pytest.mark.slow
 def test_graphs_of_other_backends_are_cut(options):
     """Each as DDP's buckets are."""
     ddp = DistributedDataParallel(Model(), bucket_cap_mb=1)
@@ -100,7 +97,6 @@ def test_a_piece_is_refused(options):
         after_a_function(options)(X)
 
 
-@pytest.mark.slow
 def test_pieces_run_unsharded(options, caplog):
     compiled = after_a_function(options | {"strict": False})
     compiled(X)
@@ -121,7 +117,6 @@ def test_gradients_that_are_not_sent_beside_the_backward(options, caplog):
     assert "torch._dynamo.config.optimize_ddp = False" in text
 
 
-@pytest.mark.slow
 def test_what_nobody_has_to_be_told(options, caplog):
     """One bucket; no gradients; no DDPOptimizer; blocks, which send one by one."""
     model = Model()
@@ -147,7 +142,6 @@ class Broken(Block):
         return super().forward(x)
 
 
-@pytest.mark.slow
 def test_a_break_is_told(options):
     """What asks in whose graph Dynamo is finds the backend behind DDPOptimizer."""
     graph_breaks.forget()

@@ -95,7 +95,6 @@ TWINS = {
 
 
 @pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
-@pytest.mark.slow(but_every=11)
 def test_a_twin_has_another_key(twin: dict) -> None:
     given = {"model": Model(), "strategy": "ring", "layout": "contiguous"}
     assert compiled_key(**given) != compiled_key(**given | twin)
