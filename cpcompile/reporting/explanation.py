@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cpcompile import config
@@ -15,6 +16,7 @@ from cpcompile.cost.plans.tables import (
     milliseconds,
     text_table,
 )
+from cpcompile.errors import InputError
 from cpcompile.reporting.account_lines import (
     exchange_lines,
     work_lines,
@@ -104,38 +106,26 @@ class Explanation:
         """Return all graphs, calls, plans and candidates; see cost.plain_data."""
         return to_json(self)
 
-    def to_html(self) -> str:
-        """Return a page: a table of all calls, and per plan candidates and pictures.
+    def draw(self, path: str | Path) -> None:
+        """Draw the plan of every call into a file: timelines, work, crossovers.
 
-        The page needs no other file. Calls with equal plans share a section. Raises:
-        ImportError without matplotlib, naming the extra.
+        path: its name ends as a format that matplotlib writes, such as .svg, .png or
+        .pdf. Calls with equal plans share a picture. Raises: InputError if no call has
+        a plan, ImportError without matplotlib, naming the extra.
         """
         # Pictures are optional, and slow to import.
-        from cpcompile.reporting.drawing.page import Section, Table, page
+        from cpcompile.reporting.drawing import draw
 
-        groups: dict[Plan, list[str]] = {}
-        rows: list[tuple[str, ...]] = []
-        lines: list[str] = []
-        for graph, measured in self._graphs():
-            graph_rows, notes = _rows(graph, measured)
-            rows += graph_rows
-            lines += [graph.summary(), *notes]
-            lines += [*work_lines(graph.accounts), *exchange_lines(graph.accounts)]
-            for call in graph.calls:
-                if call.plan is not None:
-                    groups.setdefault(call.plan, []).append(call.path)
-        sections = [
-            Section(
-                title=f"{plan.chosen.label}: {_how_many(paths)}",
-                plan=plan,
-                calls=tuple(paths),
-                layers=len(paths),
+        paths: dict[Plan, list[str]] = {}
+        for call in self.calls:
+            if call.plan is not None:
+                paths.setdefault(call.plan, []).append(call.path)
+        if not paths:
+            raise InputError(
+                f"Explanation.draw: {path}: none of {len(self.calls)} attention calls "
+                "has a plan; needed one that is shared out"
             )
-            for plan, paths in groups.items()
-        ]
-        lines = lines or [str(self)]
-        table = Table(self._header(), tuple(rows)) if rows else None
-        return page("cpcompile: attention calls", lines, table, sections)
+        draw(Path(path), {_how_many(calls): plan for plan, calls in paths.items()})
 
 
 def _columns(row: tuple[str, ...], measured: tuple[str, ...]) -> tuple[str, ...]:

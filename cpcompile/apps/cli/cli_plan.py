@@ -1,4 +1,4 @@
-"""`cpcompile plan`: from arguments to plans, and from plans to text, JSON or a page."""
+"""`cpcompile plan`: from arguments to plans, and from plans to text or a picture."""
 
 from __future__ import annotations
 
@@ -72,36 +72,21 @@ def run(arguments: argparse.Namespace) -> int:
         if mixers:
             more = mixer_command.lines(mixers, arguments.candidates)
             print("\n".join(["", *more]))
-    if arguments.html is not None:
+    if arguments.plot is not None:
         # Numpy and matplotlib are not needed otherwise.
-        from cpcompile.reporting.drawing.page import Section, Table, page
+        from cpcompile.reporting.drawing import draw
 
-        sections = [
-            Section(
-                title=ranks_text(p.workload.ranks),
-                plan=p,
-                layers=preset.layers or None,
-                memory_budget=arguments.memory_budget,
-            )
-            for p in plans
-        ]
-        table = Table(_SWEEP_HEADER, tuple(_sweep_row(a) for a in answers))
-        text = page(
-            f"cpcompile plan: {_name(arguments)}",
-            _description(arguments, preset, plans[0]),
-            table if len(answers) > 1 else None,
-            sections,
-        )
-        arguments.html.write_text(text, encoding="utf-8")
-        print(f"wrote {arguments.html}", file=sys.stderr)
+        titles = {ranks_text(p.workload.ranks): p for p in plans}
+        draw(arguments.plot, titles, arguments.memory_budget)
+        print(f"wrote {arguments.plot}", file=sys.stderr)
     return 0
 
 
 def _run_mixer(arguments: argparse.Namespace) -> int:
     """Plan a mixer without attention."""
-    if arguments.fit or arguments.html is not None:
+    if arguments.fit or arguments.plot is not None:
         raise ValueError(
-            "--fit and --html are for attention; needed --model, or --heads and "
+            "--fit and --plot are for attention; needed --model, or --heads and "
             "--head-dim, beside --mixer"
         )
     mixer = mixer_command.mixer_layers(arguments, None)

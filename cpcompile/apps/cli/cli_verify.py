@@ -42,9 +42,9 @@ def run_trace(parsed: argparse.Namespace) -> int:
     if recorded.note:
         print(recorded.note)
     print(f"wrote {parsed.out}; open it at ui.perfetto.dev", file=sys.stderr)
-    if parsed.html:
-        Path(parsed.html).write_text(recorded.explanation.to_html(), encoding="utf-8")
-        print(f"wrote {parsed.html}", file=sys.stderr)
+    if parsed.plot:
+        recorded.explanation.draw(parsed.plot)
+        print(f"wrote {parsed.plot}", file=sys.stderr)
     return 0
 
 

@@ -138,10 +138,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument("--json", action="store_true", help="what cp.plan returns")
     output.add_argument(
-        "--html",
+        "--plot",
         type=Path,
         metavar="FILE",
-        help='write a page with pictures, too (needs pip install "cpcompile[plot]")',
+        help="draw the plans, too: a .svg, .png or .pdf (needs pip install "
+        '"cpcompile[plot]")',
     )
 
 

@@ -21,7 +21,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", default="trace.json", help="where the trace goes (trace.json)"
     )
     parser.add_argument(
-        "--html", metavar="FILE", help="write a page of the calls there"
+        "--plot", metavar="FILE", help="draw the plans of the calls there, as .svg"
     )
 
 

@@ -1,4 +1,4 @@
-"""What `cpcompile plan` prints: text, JSON and a page."""
+"""What `cpcompile plan` prints: text, JSON and a picture."""
 
 import json
 import sys
@@ -148,26 +148,30 @@ def test_windowed_layers_are_said_not_to_be_counted(capsys):
     )
 
 
-def test_html(capsys, tmp_path):
-    path = tmp_path / "plan.html"
-    code, out, err = run(capsys, *LLAMA, "--cp", "2,4", "--html", str(path))
+def test_plot(capsys, tmp_path):
+    path = tmp_path / "plan.svg"
+    code, _, err = run(capsys, *LLAMA, "--cp", "2,4", "--plot", str(path))
     assert (code, err) == (0, f"wrote {path}\n")
-    assert "ranks" in out
-    page = path.read_text(encoding="utf-8")
-    assert "<h2>2 ranks</h2>" in page and "<h2>4 ranks</h2>" in page
-    assert page.count("<img ") == 8
+    picture = path.read_text(encoding="utf-8")
+    assert ">2 ranks: crossovers<" in picture and ">4 ranks: crossovers<" in picture
 
 
-def test_html_in_a_folder_that_is_not_there(capsys, tmp_path):
-    path = tmp_path / "no" / "plan.html"
-    code, _, err = run(capsys, *LLAMA, "--cp", "2", "--html", str(path))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no/plan.svg", "[Errno 2] No such file or directory"),
+        ("plan.html", "Format 'html' is not supported (supported formats: "),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_one_line(capsys, tmp_path, name, message):
+    code, _, err = run(capsys, *LLAMA, "--cp", "2", "--plot", str(tmp_path / name))
     assert code == 2 and err.count("\n") == 1
-    assert err.startswith("cpcompile plan: [Errno 2] No such file or directory")
+    assert err.startswith(f"cpcompile plan: {message}")
 
 
-def test_html_without_matplotlib(capsys, tmp_path, monkeypatch):
+def test_a_picture_without_matplotlib(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, _, err = run(capsys, *LLAMA, "--cp", "2", "--html", str(tmp_path / "a.html"))
+    code, _, err = run(capsys, *LLAMA, "--cp", "2", "--plot", str(tmp_path / "a.svg"))
     assert (code, err) == (
         2,
         'cpcompile plan: pictures need matplotlib: pip install "cpcompile[plot]"\n',

@@ -110,7 +110,7 @@ def test_sizes_beside_a_model_replace_its_own(capsys):
          "sizes of a mixer need --mixer, such as gated_delta_rule"),
         ((*KDA, "--mixer-key-heads", "5"),
          "value_heads is 32; needed a multiple of key_heads, which is 5"),
-        ((*KDA, "--fit"), "--fit and --html are for attention; needed --model, or "
+        ((*KDA, "--fit"), "--fit and --plot are for attention; needed --model, or "
          "--heads and --head-dim, beside --mixer"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""An explanation as text, as JSON and as a page."""
+"""An explanation as text, as JSON and as a picture."""
 
 import json
 from dataclasses import replace
@@ -125,7 +125,6 @@ def test_nothing_ran():
     empty = Explanation(())
     assert str(empty) == 'no graph compiled by backend="cp" ran in this call'
     assert json.loads(empty.to_json()) == {"graphs": [], "measured": []}
-    assert "no graph compiled by" in empty.to_html()
 
 
 def test_json_holds_calls_and_candidates(explanation):
@@ -143,12 +142,13 @@ def test_json_holds_calls_and_candidates(explanation):
     assert masked["plan"] is None and masked["reason"] == "a mask is not read"
 
 
-def test_the_page_groups_equal_calls(explanation):
-    page = explanation.to_html()
-    label = explanation.calls[0].plan.chosen.label
-    assert f"<h2>{label}: 2 calls</h2>" in page
-    assert "<h2>all_gather: last</h2>" in page
-    assert page.count("<h2>") == 2
-    assert "Calls: layers.0, layers.1" in page
-    assert page.count("<img ") == 8
-    assert "a mask is not read" in page
+def test_calls_with_equal_plans_share_a_picture(explanation, tmp_path):
+    explanation.draw(tmp_path / "calls.svg")
+    text = (tmp_path / "calls.svg").read_text()
+    assert text.count(">2 calls: crossovers<") == 1
+    assert text.count(">last: crossovers<") == 1
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(cp.errors.InputError, match="none of 0 attention calls has a p"):
+        Explanation(()).draw(tmp_path / "calls.svg")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.visibility import visible_tokens
-from cpcompile.reporting.drawing.work_map import work
+from cpcompile.geometry.work_map import work
 
 LENGTHS = [1, 2, 7, 15, 16, 31, 33, 47, 64]
 lengths = st.integers(1, 40)

@@ -1,1 +1,0 @@
-"""Plans as pictures (matplotlib, extra `plot`) and as a page that holds them."""
