@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from cpcompile.apps.checking.check import check
     from cpcompile.apps.verification.verify import verify
     from cpcompile.cost.max_sequence.fit import fit
-    from cpcompile.cost.mixer_planner import plan_mixer
     from cpcompile.cost.planner import plan
     from cpcompile.frontend.local_view import ContextParallel
     from cpcompile.frontend.sharded_parameters import shard_parameters
@@ -31,7 +30,6 @@ __all__ = [
     "explain",
     "fit",
     "plan",
-    "plan_mixer",
     "register_mixer",
     "same_rows",
     "shard",
@@ -50,7 +48,6 @@ _HOMES = {
     "explain": "cpcompile.reporting.explanation",
     "fit": "cpcompile.cost.max_sequence.fit",
     "plan": "cpcompile.cost.planner",
-    "plan_mixer": "cpcompile.cost.mixer_planner",
     "register_mixer": "cpcompile.ops.mixers.registry",
     "same_rows": "cpcompile.ranks.same_rows",
     "shard_batch": "cpcompile.ranks.local_batches",

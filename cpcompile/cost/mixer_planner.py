@@ -1,183 +1,116 @@
-"""`cp.plan_mixer`: how ranks would share a sequence mixer, without a model."""
+"""Choose how ranks share the mixers of a model of known sizes, for `cpcompile plan`.
+
+It prices the shape of a call as `exchange_mixers` prices the call in a graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import replace
 
-from cpcompile.cost.hardware.profile import HardwareProfile, load_profile
-from cpcompile.cost.mixer_candidates import MixerOnRanks
-from cpcompile.cost.mixer_plan import MixerStrategy
-from cpcompile.cost.mixer_shape_plan import MixerCandidate, MixerShapePlan
-from cpcompile.cost.mixer_shapes import KernelWork, MixerKind, MixerShape
-from cpcompile.cost.planner import BYTES_PER_ELEMENT, one_of, positive_integers
+from cpcompile.cost import mixer_prices
+from cpcompile.cost.hardware.profile import HardwareProfile
+from cpcompile.cost.mixer_plan import MixerPlan, MixerStrategy
+from cpcompile.cost.mixer_shapes import MixerKind, MixerShape, TokenValue
 from cpcompile.cost.plans import Direction
+from cpcompile.geometry.layout import leaves_ranks_empty
 
-_CALL = "cp.plan_mixer"
+_HEADS, _BATCH, _CHANNELS = "heads", "batch", "value channels"
+_STEP = mixer_prices.WORK_OF_A_STEP
+_RUNS = {Direction.FORWARD: 1, Direction.BACKWARD: _STEP - 1, Direction.BOTH: _STEP}
 
 
-def plan_mixer(
-    *,
-    kind: str,
-    seq: int,
+def plan_mixers(
+    shape: MixerShape,
+    profile: HardwareProfile,
     ranks: int,
-    value_heads: int,
-    value_dim: int,
-    key_heads: int | None = None,
-    key_dim: int | None = None,
-    batch: int = 1,
-    dtype: str = "bfloat16",
-    direction: str = "both",
-    hardware: str = "h100",
-    ranks_per_node: int | None = None,
-    overrides: Mapping[str, float] | None = None,
-    strategy: str = "auto",
-    work: str = "chunks",
-) -> MixerShapePlan:
-    """Compare every way to share a sequence mixer that is no softmax attention.
+    direction: Direction,
+    model: str = "",
+    calls: int = 1,
+) -> MixerPlan:
+    """Compare the strategies for `calls` mixers of one shape in a model, and choose.
 
-    It needs no GPU and no process group, as cp.plan, and computes by the formulas of
-    the compiler.
-
-    Args:
-        kind: "gated_delta_rule", "kda", "mamba2", "mamba" or "linear_attention".
-        seq: tokens of the whole sequence. ranks: that share it.
-        key_heads, key_dim: of the queries and keys of the call; by default those of
-            values. For "mamba2" its groups, and numbers of a state ("d_state"); "mamba"
-            has one key head, and numbers of a state.
-        value_heads, value_dim: of the values; "mamba" has a channel for each product.
-        batch, dtype, direction, hardware, ranks_per_node, overrides: as for cp.plan.
-        strategy: "exchange", "states" or "gather" forces one; "auto" takes the best.
-        work: "chunks": a kernel computes as fast as published ones, as the compiler
-            assumes of those of packages; "operands": it reads its operands once.
-
-    Returns: a MixerShapePlan, with `.strategy`, `.chosen` and `.candidates`, best
-    first. Each has seconds of the whole call, wire_bytes, and excluded, the reason why
-    it is out, or None.
-
-    Raises: ValueError for sizes that are not positive, unknown names, or a forced
-    strategy that is not possible, with the reason.
+    `seconds` of the plan are those of a call on the slowest rank, beyond an even share
+    of the work of one device.
     """
-    named = MixerKind(one_of(_CALL, "kind", kind, [k.value for k in MixerKind]))
-    if key_heads is None:
-        key_heads = 1 if named is MixerKind.MAMBA else value_heads
-    sizes = {
-        "batch": batch,
-        "tokens": seq,
-        "key_heads": key_heads,
-        "value_heads": value_heads,
-        "key_dim": value_dim if key_dim is None else key_dim,
-        "value_dim": value_dim,
+    runs = _RUNS[direction]
+    passes = mixer_prices.passes_of(direction is Direction.BOTH)
+    work = runs * shape.forward_seconds(profile)
+    sizes = map(shape.nbytes, shape.operands)
+    gathered = mixer_prices.gathered_seconds(profile, ranks, sizes, passes)
+    prices = {
+        MixerStrategy.GATHER: mixer_prices.repeated_seconds(work, ranks) + gathered
     }
-    positive_integers(
-        _CALL,
-        {("seq" if name == "tokens" else name): n for name, n in sizes.items()}
-        | {
-            "ranks": ranks,
-            "ranks_per_node": 1 if ranks_per_node is None else ranks_per_node,
-        },
-    )
-    _check_heads(named, key_heads, value_heads)
-    profile = load_profile(hardware).with_overrides(overrides or {})
-    if ranks_per_node is not None:
-        profile = replace(profile, ranks_per_node=float(ranks_per_node))
-    element = one_of(_CALL, "dtype", dtype.removeprefix("torch."), BYTES_PER_ELEMENT)
-    shape = MixerShape(named, bytes_per_element=BYTES_PER_ELEMENT[element], **sizes)
-    names = ["auto", *(s.value for s in MixerStrategy)]
-    wanted = one_of(_CALL, "strategy", strategy, names)
-    return choose_mixer(
-        shape,
-        profile,
-        ranks,
-        Direction(one_of(_CALL, "direction", direction, [d.value for d in Direction])),
-        KernelWork(one_of(_CALL, "work", work, [w.value for w in KernelWork])),
-        None if wanted == "auto" else MixerStrategy(wanted),
-    )
-
-
-def _check_heads(kind: MixerKind, key_heads: int, value_heads: int) -> None:
-    if kind is MixerKind.MAMBA and key_heads != 1:
-        raise ValueError(
-            f"{_CALL}: key_heads is {key_heads} for mamba; needed 1, as all channels "
-            "read the same B and C"
+    if shape.state is not None and not leaves_ranks_empty(shape.tokens, ranks):
+        prices[MixerStrategy.STATES] = mixer_prices.states_seconds(
+            profile, ranks, mixer_prices.summary_of(*shape.state), work, passes
         )
-    if value_heads % key_heads:
-        raise ValueError(
-            f"{_CALL}: value_heads is {value_heads}; needed a multiple of key_heads, "
-            f"which is {key_heads}"
-        )
-
-
-def choose_mixer(
-    shape: MixerShape,
-    profile: HardwareProfile,
-    ranks: int,
-    direction: Direction = Direction.BOTH,
-    work: KernelWork = KernelWork.CHUNKS,
-    forced: MixerStrategy | None = None,
-) -> MixerShapePlan:
-    """Compare the strategies for a shape, and choose.
-
-    Raises: ValueError if the forced strategy is not possible.
-    """
-    call = MixerOnRanks(shape, profile, ranks, direction, work)
-    candidates = sorted([call.exchange(), call.states(), call.gather()], key=_rank_of)
-    chosen = candidates[0]
-    if forced is not None:
-        (chosen,) = (c for c in candidates if c.strategy is forced)
-        if chosen.excluded is not None:
-            raise ValueError(
-                f"{_CALL}: strategy {forced.value!r} is not possible for "
-                f"{shape.kind.value} on {ranks} ranks: {chosen.excluded}"
-            )
-    return MixerShapePlan(
-        path="",
+    exchanges = {
+        dim: _exchange_seconds(shape, profile, ranks, dim, runs, passes)
+        for dim in _exchanged_dims(shape, ranks)
+    }
+    if exchanges:
+        prices[MixerStrategy.EXCHANGE] = min(exchanges.values())
+    if ranks == 1:
+        prices = {MixerStrategy.GATHER: 0.0}
+    seconds = sorted(prices.items(), key=lambda x: (x[1], x[0].value))
+    strategy, _ = seconds[0]
+    is_exchange = strategy is MixerStrategy.EXCHANGE
+    return MixerPlan(
+        path=model,
         name=shape.kind.value,
-        strategy=chosen.strategy,
-        seconds=tuple(
-            (c.strategy, c.beyond_share)
-            for c in candidates
-            if c.beyond_share is not None
-        ),
-        dim=chosen.dim,
-        forced=forced is not None,
-        shape=shape,
-        ranks=ranks,
-        direction=direction,
-        work=work,
-        profile=profile,
-        candidates=tuple(candidates),
+        strategy=strategy,
+        seconds=tuple(seconds),
+        dim=min(exchanges, key=lambda dim: exchanges[dim]) if is_exchange else "",
+        calls=calls,
     )
 
 
-def states_win_from(
+def _exchanged_dims(shape: MixerShape, ranks: int) -> list[str]:
+    """Return the dimensions that ranks can have parts of.
+
+    Channels of values only where neither heads nor rows are dealt out evenly: every
+    rank reads what is not of values, and computes again what is made of that alone.
+    """
+    counts = {x.heads for x in (*shape.operands, shape.result)} - {1}
+    is_uneven = len(counts) > 1 and any(n % ranks for n in counts)
+    entries = {_HEADS: shape.entries, _BATCH: shape.batch}
+    dims = [dim for dim in entries if not leaves_ranks_empty(entries[dim], ranks)]
+    if is_uneven and _HEADS in dims:
+        dims.remove(_HEADS)
+    if shape.kind is MixerKind.MAMBA or any(entries[x] % ranks == 0 for x in dims):
+        return dims
+    return dims + [_CHANNELS] * (not leaves_ranks_empty(shape.value_dim, ranks))
+
+
+def _exchange_seconds(
     shape: MixerShape,
     profile: HardwareProfile,
     ranks: int,
-    direction: Direction = Direction.BOTH,
-    work: KernelWork = KernelWork.CHUNKS,
-) -> float | None:
-    """Return the tokens per rank from which on states are cheaper than an exchange.
+    dim: str,
+    runs: int,
+    passes: int,
+) -> float:
+    """Return the seconds of an exchange along a dimension, beyond an even share."""
+    entries = {_HEADS: shape.entries, _BATCH: shape.batch, _CHANNELS: shape.value_dim}
+    most = -(-entries[dim] // ranks)
 
-    Both prices are a constant and a term for each token. 0 if states are cheaper for
-    any length; None if an exchange is cheaper for long sequences, or if one of both is
-    not possible.
-    """
-    few, many = 2**10, 2**20
-    gaps = []
-    for per_rank in (few, many):
-        longer = replace(shape, tokens=per_rank * ranks)
-        plan = choose_mixer(longer, profile, ranks, direction, work)
-        prices = dict(plan.seconds)
-        if not {MixerStrategy.STATES, MixerStrategy.EXCHANGE} <= set(prices):
-            return None
-        gaps.append(prices[MixerStrategy.STATES] - prices[MixerStrategy.EXCHANGE])
-    per_token = (gaps[1] - gaps[0]) / (many - few)
-    if per_token >= 0:
-        return None
-    return max(0.0, few - gaps[0] / per_token)
+    def is_read_by_all(value: TokenValue) -> bool:
+        if dim == _CHANNELS:
+            return not value.has_channels
+        return dim == _HEADS and value.heads == 1 < shape.entries
 
-
-def _rank_of(candidate: MixerCandidate) -> tuple[bool, float, str]:
-    beyond = candidate.beyond_share
-    return beyond is None, beyond or 0.0, candidate.strategy.value
+    work = runs * shape.forward_seconds(profile)
+    largest = work * most / entries[dim]
+    if any(map(is_read_by_all, shape.operands)):
+        part = replace(shape, value_dim=most)
+        if dim == _HEADS:
+            part = replace(shape, value_heads=most, value_dim=shape.entry_dim)
+        largest = runs * part.forward_seconds(profile)
+    sent = [
+        mixer_prices.gathered_seconds(profile, ranks, [shape.nbytes(value)], passes)
+        if is_read_by_all(value)
+        else mixer_prices.exchanged_seconds(profile, ranks, shape.nbytes(value), passes)
+        for value in (*shape.operands, shape.result)
+    ]
+    return math.fsum([largest - work / ranks, *sent])

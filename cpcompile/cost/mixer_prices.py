@@ -1,6 +1,6 @@
 """Seconds of every way to share a call that mixes tokens, from its sizes.
 
-Passes on graphs and plans without a model compute by these formulas. All seconds are
+Passes on graphs and plans of a model's sizes compute by these formulas. All seconds are
 beyond those of an even share of the work, and those of the slowest rank.
 
     exchange   all-to-alls of operands and results

@@ -5,7 +5,6 @@
     kda               the same, g for every key dim    the same
     mamba2            x; dt; B, C of every key head    value heads [V, K], decays
     mamba             u, delta; B, C of all channels   channels [K], not passed on
-    linear_attention  q, k; v                          value heads [K, V], decays
 
 Key heads of mamba2 are its groups, key dims are what its papers call the state; mamba
 has one channel per value head and value dim.
@@ -28,19 +27,6 @@ class MixerKind(Enum):
     KDA = "kda"
     MAMBA2 = "mamba2"
     MAMBA = "mamba"
-    LINEAR_ATTENTION = "linear_attention"
-
-
-class KernelWork(Enum):
-    """What a kernel is taken to do.
-
-    OPERANDS: reads its operands once.
-    CHUNKS: computes products chunk by chunk as well, at the speed of published kernels,
-        as the compiler assumes of those that cannot run without data.
-    """
-
-    OPERANDS = "operands"
-    CHUNKS = "chunks"
 
 
 _DELTA_RULES = (MixerKind.GATED_DELTA_RULE, MixerKind.KDA)
@@ -108,9 +94,7 @@ class MixerShape:
             return keys, keys, values, gate, gate
         if self.kind is MixerKind.MAMBA2:
             return values, gate, keys, keys
-        if self.kind is MixerKind.MAMBA:
-            return values, values, keys, keys
-        return keys, keys, values
+        return values, values, keys, keys
 
     @property
     def state(self) -> tuple[tuple[int, ...], int | None, int | None] | None:
@@ -127,11 +111,12 @@ class MixerShape:
         """Return the bytes of a value of all tokens."""
         return self.batch * self.tokens * value.numbers * self.bytes_per_element
 
-    def forward_seconds(self, profile: HardwareProfile, work: KernelWork) -> float:
-        """Return the seconds of the forward for all tokens on one device."""
+    def forward_seconds(self, profile: HardwareProfile) -> float:
+        """Return the seconds of the forward for all tokens on one device.
+
+        A kernel computes products chunk by chunk, at the speed of published kernels.
+        """
         read = sum(map(self.nbytes, self.operands)) / profile.memory_bytes_per_second
-        if work is KernelWork.OPERANDS:
-            return read
         rate = profile.forward_flops_per_second
         tokens = self.batch * self.tokens
         if self.kind is MixerKind.MAMBA:  # no products: in float32, number by number

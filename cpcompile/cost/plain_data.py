@@ -15,7 +15,6 @@ from enum import Enum
 from typing import Any
 
 from cpcompile.cost.hardware.profile import NUMBERS, HardwareProfile
-from cpcompile.cost.mixer_shape_plan import MixerShapePlan
 from cpcompile.cost.plans import Candidate, Plan
 
 
@@ -52,9 +51,5 @@ def _added(value: object) -> dict[str, Any]:
     if isinstance(value, Plan):
         other = value.runner_up
         label = None if other is None else other.label
-        return {"runner_up": label, "hardware": value.hardware}
-    if isinstance(value, MixerShapePlan):
-        runner_up = value.runner_up
-        label = None if runner_up is None else runner_up[0].value
         return {"runner_up": label, "hardware": value.hardware}
     return {}

@@ -12,7 +12,6 @@
     memory        what tiles save of the memory of a training step, and their cost
     head_groups   what an exchange of heads in groups saves of memory
     mixers        state-space models and delta rules, by every strategy
-    hybrid        attention and delta rules on many ranks, simulated; nothing runs
     lengths       what a stream of many lengths compiles, and costs per step
     aot           every step kernel, compiled for GPUs that need not be here
 
@@ -40,7 +39,6 @@ MODULES = {
     "memory": "tools.bench.memory",
     "head_groups": "tools.bench.head_groups",
     "mixers": "tools.bench.mixers",
-    "hybrid": "tools.bench.hybrid",
     "lengths": "tools.bench.lengths",
     "aot": "tools.bench.aot",
 }

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cpcompile.apps.cli import fit_command, mixer_command
-from cpcompile.apps.cli.presets import Preset, find_preset
+from cpcompile.apps.cli import fit_command
+from cpcompile.apps.cli.presets import DeltaRules, Preset, find_preset
+from cpcompile.cost.mixer_plan import MixerPlan
+from cpcompile.cost.mixer_planner import plan_mixers
+from cpcompile.cost.mixer_shapes import MixerKind, MixerShape
 from cpcompile.cost.plain_data import to_dict, to_json
 from cpcompile.cost.planner import plan
 from cpcompile.cost.plans import Plan
@@ -44,34 +48,28 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("needs --cp (or --gpus), the number of ranks")
     if arguments.seq is None and not arguments.fit:
         raise ValueError("needs --seq, the number of tokens, or --fit")
-    if arguments.mixer is not None and not (arguments.model or arguments.heads):
-        return _run_mixer(arguments)
     preset = _preset(arguments)
     if arguments.fit:
         return fit_command.run(arguments, preset)
-    mixer = mixer_command.mixer_layers(arguments, preset)
-    preset = replace(preset, mixer=mixer)
     answers = [_answer(arguments, preset, ranks) for ranks in arguments.cp]
     plans = [a.plan for a in answers if a.plan is not None]
     if not plans:
         raise ValueError(answers[0].error)
     mixers = [
-        mixer_command.answer(arguments, mixer, a.ranks, a.plan, preset.layers)
-        for a in answers
-        if mixer is not None
+        _mixers(preset.delta_rules, p, _name(arguments))
+        for p in plans
+        if preset.delta_rules is not None
     ]
     if arguments.json:
         single = len(answers) == 1
         attention = plans[0] if single else [_record(a) for a in answers]
-        others = mixers[0].plan if single and mixers else [m.plan for m in mixers]
+        others = mixers[0] if single and mixers else mixers
         print(
-            to_json({"attention": attention, "mixer": others} if mixers else attention)
+            to_json({"attention": attention, "mixers": others} if mixers else attention)
         )
     else:
-        print("\n".join(_text(arguments, preset, answers, plans[0])))
-        if mixers:
-            more = mixer_command.lines(mixers, arguments.candidates)
-            print("\n".join(["", *more]))
+        lines = _text(arguments, preset, answers, plans[0])
+        print("\n".join([*lines, *_mixer_lines(plans, mixers)]))
     if arguments.plot is not None:
         # Numpy and matplotlib are not needed otherwise.
         from cpcompile.reporting.drawing import draw
@@ -82,22 +80,31 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_mixer(arguments: argparse.Namespace) -> int:
-    """Plan a mixer without attention."""
-    if arguments.fit or arguments.plot is not None:
-        raise ValueError(
-            "--fit and --plot are for attention; needed --model, or --heads and "
-            "--head-dim, beside --mixer"
-        )
-    mixer = mixer_command.mixer_layers(arguments, None)
-    assert mixer is not None, "it is named"
-    answers = [mixer_command.answer(arguments, mixer, n) for n in arguments.cp]
-    if arguments.json:
-        plans = [x.plan for x in answers]
-        print(to_json(plans[0] if len(plans) == 1 else plans))
-    else:
-        print("\n".join(mixer_command.lines(answers, arguments.candidates)))
-    return 0
+def _mixers(rules: DeltaRules, attention: Plan, model: str) -> MixerPlan:
+    """Plan the gated delta rules of a model as its attention was planned."""
+    call = attention.workload
+    shape = MixerShape(
+        kind=MixerKind.GATED_DELTA_RULE,
+        batch=call.batch,
+        tokens=call.q_len,
+        key_heads=rules.heads,
+        value_heads=rules.heads,
+        key_dim=rules.head_dim,
+        value_dim=rules.head_dim,
+        bytes_per_element=call.bytes_per_element,
+    )
+    return plan_mixers(
+        shape, attention.profile, call.ranks, call.direction, model, rules.layers
+    )
+
+
+def _mixer_lines(plans: list[Plan], mixers: list[MixerPlan]) -> Iterator[str]:
+    if not mixers:
+        return
+    yield ""
+    yield "mixers, with ms of each call beyond an even share of its work:"
+    for attention, of_mixers in zip(plans, mixers, strict=True):
+        yield f"{ranks_text(attention.workload.ranks)}: {of_mixers}"
 
 
 def _preset(arguments: argparse.Namespace) -> Preset:
@@ -144,7 +151,7 @@ def _answer(arguments: argparse.Namespace, preset: Preset, ranks: int) -> Answer
             latent_dim=preset.latent_dim,
             overrides=dict(arguments.override),
             # Mixers have tokens in their natural order.
-            relayout=arguments.relayout or preset.mixer is not None,
+            relayout=arguments.relayout or preset.delta_rules is not None,
         )
         return Answer(ranks, chosen_plan)
     except ValueError as error:

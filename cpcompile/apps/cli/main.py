@@ -115,7 +115,7 @@ def _calibrate(arguments: list[str]) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(re.sub(r"^cp\.plan(_mixer)?: ", "", str(error)).split())
+    return " ".join(re.sub(r"^cp\.plan: ", "", str(error)).split())
 
 
 if __name__ == "__main__":

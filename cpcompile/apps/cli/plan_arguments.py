@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from cpcompile.cost.max_sequence.fit import OFFLOADABLE
-from cpcompile.cost.mixer_shapes import KernelWork, MixerKind
 from cpcompile.cost.planner import BYTES_PER_ELEMENT
 from cpcompile.cost.plans import Direction
 from cpcompile.geometry.layout import Layout
@@ -35,25 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--causal",
         action=argparse.BooleanOptionalAction,
         help="a token sees those before it (the default), or all",
-    )
-    mixer = parser.add_argument_group("layers that are no softmax attention")
-    mixer.add_argument(
-        "--mixer", choices=[k.value for k in MixerKind], help="see cp.plan_mixer"
-    )
-    for name, what in (
-        ("key-heads", "heads of queries and keys; groups of mamba2"),
-        ("value-heads", "heads of values"),
-        ("key-dim", "dims of a key; states of mamba and mamba2"),
-        ("value-dim", "dims of a value"),
-        ("layers", "such layers, for the total"),
-    ):
-        mixer.add_argument(f"--mixer-{name}", type=_count, metavar="N", help=what)
-    mixer.add_argument(
-        "--mixer-work",
-        choices=[w.value for w in KernelWork],
-        default=KernelWork.CHUNKS.value,
-        help="a kernel computes as fast as published ones, as the compiler assumes, or "
-        "only reads its operands",
     )
     call = parser.add_argument_group("call")
     call.add_argument("--seq", type=_count, metavar="N", help="tokens; 128k is 131072")

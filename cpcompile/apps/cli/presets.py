@@ -7,7 +7,7 @@ Hugging Face hub where there is one); the comment names what they were read from
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,15 @@ class DenseModel:
 
 
 @dataclass(frozen=True)
-class MixerLayers:
-    """Layers that mix tokens by other means, with the sizes that cp.plan_mixer takes.
+class DeltaRules:
+    """Layers of gated delta rules: the heads of each call, and their dims.
 
-    They are those of the call: transformers repeats keys for every value head before.
+    transformers repeats keys for every value head before.
     """
 
-    kind: str
-    value_heads: int
-    value_dim: int
-    key_heads: int | None = None
-    key_dim: int | None = None
-    layers: int = 0
+    layers: int
+    heads: int = 32
+    head_dim: int = 128
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Preset:
     latent_dim: numbers per token that k and v are made of, if these are fewer.
     windowed_layers, window: number of further layers, which see only a sliding window
         of `window` tokens; they are not planned.
-    mixer: its layers that are no softmax attention.
+    delta_rules: its layers that are no softmax attention.
     dense: its other sizes, where `--fit` knows how its memory is used.
     """
 
@@ -63,10 +60,9 @@ class Preset:
     windowed_layers: int = 0
     window: int = 0
     dense: DenseModel | None = None
-    mixer: MixerLayers | None = None
+    delta_rules: DeltaRules | None = None
 
 
-_QWEN_DELTA = MixerLayers("gated_delta_rule", 32, 128)
 PRESETS: dict[str, Preset] = {
     # meta-llama/Llama-2-7b, -13b, -70b
     "llama2-7b": Preset(32, 32, 32, 128, dense=DenseModel(4096, 11008, 32000)),
@@ -97,8 +93,8 @@ PRESETS: dict[str, Preset] = {
     "qwen3-235b-a22b": Preset(94, 64, 4, 128),
     # Qwen/Qwen3-Next-80B-A3B, and the default sizes of qwen3_5 in transformers: three
     # of four layers are gated delta rules
-    "qwen3-next-80b-a3b": Preset(12, 16, 2, 256, mixer=replace(_QWEN_DELTA, layers=36)),
-    "qwen3.5": Preset(8, 16, 4, 256, mixer=replace(_QWEN_DELTA, layers=24)),
+    "qwen3-next-80b-a3b": Preset(12, 16, 2, 256, delta_rules=DeltaRules(36)),
+    "qwen3.5": Preset(8, 16, 4, 256, delta_rules=DeltaRules(24)),
     # google/gemma-2-9b, -27b: every second layer has a window
     "gemma2-9b": Preset(21, 16, 8, 256, windowed_layers=21, window=4096),
     "gemma2-27b": Preset(23, 32, 16, 128, windowed_layers=23, window=4096),

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from cpcompile.cost import mixer_prices
 from cpcompile.cost.mixer_plan import MixerStrategy
-from cpcompile.cost.mixer_shapes import KernelWork
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.ops.mixers.mixer_work import forward_work, shapes_of
 from cpcompile.ops.mixers.state_passing import passes_states
@@ -213,7 +212,7 @@ class MixerSeconds:
             if not work.is_counted and call.mixer.shape is not None:
                 runs = mixer_prices.WORK_OF_A_STEP if backward else 1
                 shape = call.mixer.shape(operands)
-                return runs * shape.forward_seconds(profile, KernelWork.CHUNKS)
+                return runs * shape.forward_seconds(profile)
             return mixer_prices.work_seconds(profile, work.flops, work.bytes, backward)
         sizes = map(bytes_of, (node, *node.all_input_nodes))
         passes = 3 if backward else 1

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-import cpcompile as cp
+from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.mixer_plan import MixerStrategy
+from cpcompile.cost.mixer_planner import plan_mixers
+from cpcompile.cost.mixer_shapes import MixerKind, MixerShape
+from cpcompile.cost.plans import Direction
 from tests.golden.capture import capture
 from tests.support.stand_in_kernels import stand_ins
 
@@ -59,13 +62,11 @@ def decided(mesh, kind, backward, sizes):
 
 
 def planned(mesh, kind, backward, sizes):
-    names = ("batch", "seq", "key_heads", "value_heads", "key_dim", "value_dim")
-    return cp.plan_mixer(
-        kind=kind,
-        ranks=mesh.size(),
-        direction="both" if backward else "forward",
-        hardware="h100_sxm",
-        **dict(zip(names, sizes, strict=True)),
+    return plan_mixers(
+        MixerShape(MixerKind(kind), *sizes, bytes_per_element=2),
+        load_profile("h100_sxm"),
+        mesh.size(),
+        Direction.BOTH if backward else Direction.FORWARD,
     )
 
 
@@ -112,5 +113,3 @@ def test_plan_and_pass_exclude_alike(mesh_of):
     plan = planned(mesh_of, DELTA, True, sizes)
     assert {*dict(plan.seconds)} == {*prices}
     assert MixerStrategy.EXCHANGE not in prices
-    (excluded,) = (c.excluded for c in plan.candidates if c.excluded)
-    assert excluded.startswith("4 key and 12 value heads are not both multiples of 3")

@@ -148,6 +148,25 @@ def test_windowed_layers_are_said_not_to_be_counted(capsys):
     )
 
 
+def test_mixers_of_a_hybrid_stand_below_its_attention(capsys):
+    call = ("plan", "--model", "qwen3.5", "--seq", "64k")
+    _, out, _ = run(capsys, *call, "--cp", "8,16")
+    words, eight, sixteen = out.splitlines()[-3:]
+    assert words == "mixers, with ms of each call beyond an even share of its work:"
+    rules = "mixer gated_delta_rule (24 calls) at qwen3.5: "
+    assert eight.startswith(f"8 ranks: {rules}exchange along heads, ")
+    assert sixteen.startswith(f"16 ranks: {rules}states, ")
+    _, out, _ = run(capsys, *call, "--cp", "8", "--json")
+    record = json.loads(out)
+    # Mixers have tokens in their natural order, which costs relayouts.
+    assert record["attention"]["workload"]["relayout"]
+    assert (
+        record["mixers"]["strategy"] == "exchange" and record["mixers"]["calls"] == 24
+    )
+    _, out, _ = run(capsys, *call, "--cp", "8,16", "--json")
+    assert [x["strategy"] for x in json.loads(out)["mixers"]] == ["exchange", "states"]
+
+
 def test_plot(capsys, tmp_path):
     path = tmp_path / "plan.svg"
     code, _, err = run(capsys, *LLAMA, "--cp", "2,4", "--plot", str(path))

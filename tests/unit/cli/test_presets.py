@@ -17,7 +17,7 @@ def test_every_preset_is_a_possible_model(preset):
     assert preset.heads % preset.kv_heads == 0
     assert preset.head_dim % 16 == 0
     assert (preset.windowed_layers > 0) == (preset.window > 0)
-    assert preset.mixer is None or preset.mixer.layers > 0
+    assert preset.delta_rules is None or preset.delta_rules.layers > 0
 
 
 def test_presets_are_frozen():
@@ -71,14 +71,14 @@ def test_windows_are_those_of_transformers():
 def test_mixers_are_those_of_transformers(preset, defaults):
     ours, theirs = PRESETS[preset], config(defaults)
     assert ours.layers == theirs.layer_types.count("full_attention")
-    assert ours.mixer.layers == theirs.layer_types.count("linear_attention")
+    assert ours.delta_rules.layers == theirs.layer_types.count("linear_attention")
     assert (ours.heads, ours.kv_heads, ours.head_dim) == (
         theirs.num_attention_heads,
         theirs.num_key_value_heads,
         theirs.head_dim,
     )
-    assert ours.mixer.value_heads == theirs.linear_num_value_heads
-    assert ours.mixer.value_dim == theirs.linear_value_head_dim
+    assert ours.delta_rules.heads == theirs.linear_num_value_heads
+    assert ours.delta_rules.head_dim == theirs.linear_value_head_dim
     assert theirs.linear_key_head_dim == theirs.linear_value_head_dim
 
 
