@@ -34,7 +34,7 @@ from cpcompile.progress import phase
 from cpcompile.reporting.graph_report import GraphReport, record
 from cpcompile.reporting.lost_parallelism import warn_about_losses
 from cpcompile.reporting.repeated_work import warn_about_accounts
-from cpcompile.reporting.tracing.recorder import step_recorder
+from cpcompile.reporting.tracing import step_recorder
 from cpcompile.settings import setting
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from cpcompile.reporting.account_lines import (
 )
 from cpcompile.reporting.graph_report import CallReport, GraphReport, recording
 from cpcompile.reporting.plan_facts import candidate_notes
-from cpcompile.reporting.tracing.measured import Measured
 
 _HEADER = (
     *("attention", "q", "k/v", "mask", "layout", "strategy", "ranks", "kernel"),
@@ -35,19 +34,13 @@ _BY_HAND = {
     "rows": "attention by hand, rows of own queries",
     None: "attention by hand, on every rank",
 }
-_MEASURED = ("measured", "exposed")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The graphs that one call ran, in order; print it for a table.
-
-    measured: times of every call that was rewritten, in order, or () if none were
-        measured.
-    """
+    """The graphs that one call ran, in order; print it for a table."""
 
     graphs: tuple[GraphReport, ...]
-    measured: tuple[Measured, ...] = ()
 
     @property
     def calls(self) -> tuple[CallReport, ...]:
@@ -83,24 +76,15 @@ class Explanation:
         if not self.graphs:
             return 'no graph compiled by backend="cp" ran in this call'
         blocks = []
-        for graph, measured in self._graphs():
+        for graph in self.graphs:
             blocks.append(graph.summary())
-            rows, notes = _rows(graph, measured)
+            rows, notes = _rows(graph)
             if rows:
-                blocks.append(text_table([self._header(), *rows]))
+                blocks.append(text_table([_HEADER, *rows]))
             blocks += [f"  {note}" for note in notes]
             blocks += work_lines(graph.accounts)
             blocks += exchange_lines(graph.accounts)
         return "\n".join(blocks)
-
-    def _header(self) -> tuple[str, ...]:
-        return _columns(_HEADER, _MEASURED) if self.measured else _HEADER
-
-    def _graphs(self) -> Iterator[tuple[GraphReport, Iterator[Measured] | None]]:
-        """Yield every graph with what was measured of calls, to be taken in order."""
-        remaining = iter(self.measured) if self.measured else None
-        for graph in self.graphs:
-            yield graph, remaining
 
     def to_json(self) -> str:
         """Return all graphs, calls, plans and candidates; see cost.plain_data."""
@@ -128,12 +112,6 @@ class Explanation:
         draw(Path(path), {_how_many(calls): plan for plan, calls in paths.items()})
 
 
-def _columns(row: tuple[str, ...], measured: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a row with what was measured after what was predicted."""
-    place = _HEADER.index("runner-up")
-    return (*row[:place], *measured, *row[place:])
-
-
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Run `fn(*args, **kwargs)` once and explain the compiled graphs that it ran.
 
@@ -152,17 +130,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(tuple(reports))
 
 
-def _rows(
-    graph: GraphReport, measured: Iterator[Measured] | None
-) -> tuple[list[tuple[str, ...]], list[str]]:
+def _rows(graph: GraphReport) -> tuple[list[tuple[str, ...]], list[str]]:
     """Return a row per call, and notes: profiles, exclusions, what is gathered."""
     reasons: dict[str, int] = {}
     rows = [_row(call, reasons) for call in graph.calls]
-    if measured is not None:
-        rows = [
-            _columns(row, _times(next(measured) if call.plan else None))
-            for row, call in zip(rows, graph.calls, strict=True)
-        ]
     plans = [call.plan for call in graph.calls if call.plan is not None]
     notes = graph.edges()
     notes += [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
@@ -204,12 +175,6 @@ def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
         plan.runner_up_text(config.tie_fraction),
         " ".join(f"[{number}]" for number in numbers),
     )
-
-
-def _times(measured: Measured | None) -> tuple[str, str]:
-    if measured is None:
-        return "", ""
-    return milliseconds(measured.seconds), milliseconds(measured.exposed_seconds)
 
 
 def _how_many(paths: list[str]) -> str:

@@ -39,8 +39,7 @@ def run_trace(parsed: argparse.Namespace) -> int:
     )
     Path(parsed.out).write_text(recorded.to_json() + "\n")
     print(recorded.explanation)
-    if recorded.note:
-        print(recorded.note)
+    print(f"\nmeasured on rank 0:\n{recorded.times}")
     print(f"wrote {parsed.out}; open it at ui.perfetto.dev", file=sys.stderr)
     if parsed.plot:
         recorded.explanation.draw(parsed.plot)

@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
             "trace",
             help="record one step of a model on several ranks, for Perfetto",
             description="Run a model on local processes, and record one step: a trace "
-            "with a lane per rank, and measured beside predicted times.",
+            "of all ranks, and the times of operators and messages.",
         )
     )
     commands.add_parser("calibrate", help=_CALIBRATE, add_help=False)

@@ -26,8 +26,7 @@ from cpcompile.apps.verification.replay.replay import Difference, GraphReplay, L
 from cpcompile.apps.verification.steps import ComparedProgram, Reference, results_of
 from cpcompile.passes.rewrites import watching
 from cpcompile.reporting.graph_report import GraphReport, recording
-from cpcompile.reporting.tracing.events import Event
-from cpcompile.reporting.tracing.recorder import WARM_UP_STEPS, Recorder
+from cpcompile.reporting.tracing import WARM_UP_STEPS, own_times, trace_text
 from cpcompile.torch_patches import local_memory, redistribute_plans, tracing
 
 T = TypeVar("T")
@@ -178,21 +177,22 @@ def locate(wide: bool) -> tuple[tuple[int, ...], CallPlace] | None:
 
 
 @raised_or
-def trace(options: Mapping[str, Any]) -> tuple[list[Event], tuple[GraphReport, ...]]:
-    """Record one warm step on this rank; return its events and the graphs it ran."""
+def trace(options: Mapping[str, Any]) -> tuple[str, str, tuple[GraphReport, ...]]:
+    """Record one warm step; return its trace, a table of its times, and its graphs."""
     session = _the_session()
     model = session.program.model
     options = dict(options) | {"mesh": session.mesh}
     call = torch.compile(model, backend="cp", options=options)
-    recorder = Recorder()
+    profile = torch.profiler.profile(acc_events=True)
     with recording() as reports:
         for step in range(WARM_UP_STEPS + 1):
             reports.clear()
             if step == WARM_UP_STEPS:
                 dist.barrier()
-                recorder.start()
+                profile.start()
             results_of(session.program, call, 0.0, steps=0)
-    return recorder.stop(), tuple(reports)
+    profile.stop()
+    return trace_text(profile), own_times(profile), tuple(reports)
 
 
 def _the_session() -> _Session:

@@ -15,25 +15,23 @@ from cpcompile.apps.verification.steps import ComparedProgram
 from cpcompile.errors import InputError
 from cpcompile.options import parse_options
 from cpcompile.reporting.explanation import Explanation
-from cpcompile.reporting.tracing.chrome import chrome_trace
-from cpcompile.reporting.tracing.events import Event
-from cpcompile.reporting.tracing.measured import measured
+from cpcompile.reporting.tracing import merged
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One step: the events of every rank, and the calls with what they took.
+    """One step: what torch.profiler exports on every rank, and the calls.
 
-    note: why no times stand beside the calls; "" if they do.
+    times: its table of the operators and spans of the first rank.
     """
 
-    ranks: tuple[tuple[Event, ...], ...]
+    ranks: tuple[str, ...]
     explanation: Explanation
-    note: str
+    times: str
 
     def to_json(self) -> str:
         """Write the step for Perfetto; the table of the calls lies in its metadata."""
-        return chrome_trace(self.ranks, str(self.explanation).splitlines())
+        return merged(self.ranks, str(self.explanation).splitlines())
 
 
 def trace(
@@ -57,14 +55,5 @@ def trace(
         with local_processes(program, world) as ranks:
             tick("compile, warm up, record")
             records = ranks.call(on_rank.trace, options)
-    events = tuple(tuple(of_rank) for of_rank, _ in records)
-    reports = records[0][1]
-    calls = sum(call.plan is not None for report in reports for call in report.calls)
-    times = measured(events, calls)
-    note = ""
-    if times is None:
-        note = (
-            "no times stand beside the calls, because ranks ran attention another "
-            f"number of times than there are calls ({calls}), as under checkpointing"
-        )
-    return Trace(events, Explanation(reports, tuple(times or ())), note)
+    texts, (times, *_), (reports, *_) = zip(*records, strict=True)
+    return Trace(texts, Explanation(reports), times)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import cpcompile as cp
-from cpcompile.reporting.tracing.events import LANES
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.verification.models import make_inputs, make_model
 
@@ -37,14 +36,17 @@ def test_the_setting_writes_the_third_step_of_all_ranks(pools, tmp_path):
     pools[2].run(train, str(path), 3, timeout=150)
     assert not path.exists()  # the step ends with the next call
     pools[2].run(train, str(path), 1, timeout=150)
-    found = [x for x in json.loads(path.read_text())["traceEvents"] if x["ph"] == "X"]
+    events = json.loads(path.read_text())["traceEvents"]
     for rank in (0, 1):
-        of_rank = [x for x in found if x["pid"] == rank]
-        assert {LANES[x["tid"]] for x in of_rank} == set(LANES)
-        messages = {x["name"] for x in of_rank if x["cat"] == "messages in flight"}
-        assert {MESSAGE.format("forward"), MESSAGE.format("backward")} <= messages
-        program = [x["name"] for x in of_rank if x["cat"] == "program"]
-        assert sorted(program) == ["backward", "forward of forward"]
+        pids = {
+            x["pid"] for x in events if str(x.get("args")).find(f"rank {rank}:") > 0
+        }
+        names = {x["name"] for x in events if x["pid"] in pids and x["ph"] == "X"}
+        assert {"cp::ring_attention", "cp::ring_attention_backward"} <= names
+        assert {"cp: forward of forward", "CompiledFunctionBackward"} <= names
+        for direction in ("forward", "backward"):
+            message = f"cp: {MESSAGE.format(direction)}"
+            assert any(name.startswith(message) for name in names)
 
 
 def test_torch_profiler_shows_strategies_and_steps(pools):
@@ -55,15 +57,15 @@ def test_torch_profiler_shows_strategies_and_steps(pools):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_the_command_writes_a_trace_and_a_page(tmp_path, inner):
+def test_the_command_writes_a_trace_and_a_picture(tmp_path, inner):
     command = [sys.executable, "-m", "cpcompile", "trace"]
     command += ["tests.cpu.verification.models:make_model_and_inputs", "--world", "2"]
     command += ["--inner", inner, "--strategy", "ring", "--out", f"{tmp_path}/t.json"]
-    command += ["--html", f"{tmp_path}/t.html"]
+    command += ["--plot", f"{tmp_path}/t.svg"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=390)
     assert done.returncode == 0, done.stderr
-    assert "measured  exposed" in done.stdout and "no times" not in done.stdout
+    shown, measured = done.stdout.split("\nmeasured on rank 0:\n")
+    assert "attention" in shown and "cp: forward of forward" in measured
     trace = json.loads((tmp_path / "t.json").read_text())
-    assert any("measured" in line for line in trace["otherData"]["about"])
-    page = (tmp_path / "t.html").read_text()
-    assert "<th>measured</th>" in page and len(page) < 1_000_000
+    assert any("ring (forced)" in line for line in trace["otherData"]["about"])
+    assert "<svg" in (tmp_path / "t.svg").read_text()

@@ -124,7 +124,7 @@ def test_where_tokens_enter(explanation):
 def test_nothing_ran():
     empty = Explanation(())
     assert str(empty) == 'no graph compiled by backend="cp" ran in this call'
-    assert json.loads(empty.to_json()) == {"graphs": [], "measured": []}
+    assert json.loads(empty.to_json()) == {"graphs": []}
 
 
 def test_json_holds_calls_and_candidates(explanation):

@@ -1,1 +1,0 @@
-"""Measurements, on every rank, of what happened when."""
