@@ -15,14 +15,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from cpcompile.apps.calibration import measure_compute, measure_links
-from cpcompile.apps.calibration.fit_compute import host_bound_seconds
-from cpcompile.apps.calibration.fit_profile import fit_profile
-from cpcompile.apps.calibration.samples import (
+from cpcompile.apps.calibration.fit import (
     MessageSample,
-    OverlapSample,
     Samples,
     TimedExchange,
+    fit_profile,
+)
+from cpcompile.apps.calibration.measure import (
+    LONG_SIZES,
+    SIZES,
+    SMALL,
+    measure_alone_speedup,
+    measure_copies,
+    measure_kernels,
+    measure_launch,
+    measure_merges,
+    measure_messages,
+    measure_overlap,
+    measure_speeds,
 )
 from cpcompile.apps.calibration.stopwatch import Stopwatch
 from cpcompile.cost.hardware.profile import HardwareProfile, parse_profile, profile_text
@@ -72,26 +82,18 @@ def calibrate(
 
 def measure(watch: Stopwatch, effort: Effort) -> Samples:
     """Take all samples, on all ranks together."""
-    kernels = measure_compute.measure_kernels(watch, effort.kernels, effort.long)
-    merges, backward_merges = measure_compute.measure_merges(watch, effort.merges)
-    copies = measure_compute.measure_copies(watch, effort.copies)
-    launches = measure_compute.measure_launches(watch, effort.copies / 4)
-    alone = measure_compute.measure_alone_speedup(watch, effort.copies)
-    messages: tuple[MessageSample, ...] = ()
-    overlaps: tuple[OverlapSample, ...] = ()
-    if watch.group.size() > 1:
-        messages = _messages(watch, effort)
-        overlaps = measure_links.measure_overlap(watch, watch.group, effort.overlap)
+    merges, backward_merges = measure_merges(watch, effort.merges)
+    several = watch.group.size() > 1
     return Samples(
-        kernels=kernels,
-        copies=copies,
+        kernels=measure_kernels(watch, effort.kernels, effort.long),
+        copies=measure_copies(watch, effort.copies),
         merges=merges,
         backward_merges=backward_merges,
-        launches=launches,
-        messages=messages,
-        overlaps=overlaps,
-        alone_speedup=alone,
-        speeds=measure_compute.measure_speeds(watch, effort.copies),
+        launch=measure_launch(watch, effort.copies / 4),
+        messages=_messages(watch, effort) if several else (),
+        overlaps=measure_overlap(watch, effort.overlap) if several else (),
+        alone_speedup=measure_alone_speedup(watch, effort.copies),
+        speeds=measure_speeds(watch, effort.copies),
     )
 
 
@@ -108,65 +110,43 @@ def ranks_per_node(group: ProcessGroup) -> int:
     return int(local)
 
 
-def _messages(watch: Stopwatch, effort: Effort) -> tuple[MessageSample, ...]:
-    sizes = measure_links.SIZES + (measure_links.LONG_SIZES if effort.long else ())
+def _messages(watch: Stopwatch, effort: Effort) -> list[MessageSample]:
+    """Time exchanges of the ranks of a node, in pairs of them, and between nodes.
+
+    Large all-to-alls in groups of 2, 4, ... ranks of a node, all at once, show which
+    ranks share a host bridge.
+    """
+    sizes = SIZES + (LONG_SIZES if effort.long else ())
+    small = [x for x in sizes if x <= SMALL]
+    large = [x for x in sizes if x > SMALL]
     size, near = watch.group.size(), ranks_per_node(watch.group)
     ranks = dist.get_process_group_ranks(watch.group)
-    samples: tuple[MessageSample, ...] = ()
-    if near == size:
-        whole = measure_links.measure_messages
-        samples += whole(watch, watch.group, effort.messages, sizes)
-        if size > 2 and size % 2 == 0:
-            pairs = _my_group(
-                watch.group, [ranks[i : i + 2] for i in range(0, size, 2)]
-            )
-            small = [x for x in sizes if x <= measure_links.SMALL]
-            samples += whole(
-                watch,
-                pairs,
-                effort.small_groups,
-                small,
-                kinds=[k for k in TimedExchange if k is not TimedExchange.HOP],
-            )
-        return samples + _shared(watch, size, effort, sizes)
-    nodes = _my_group(watch.group, [ranks[i : i + near] for i in range(0, size, near)])
-    samples += measure_links.measure_messages(watch, nodes, effort.messages, sizes)
-    across = _my_group(watch.group, [ranks[i::near] for i in range(near)])
-    idle = watch.group.rank() % near > 0
-    for senders in (1, near):
-        samples += measure_links.measure_messages(
-            watch,
-            across,
-            effort.small_groups / 2,
-            sizes,
-            kinds=[TimedExchange.HOP],
-            senders=senders,
-            idle=senders == 1 and idle,
+    hop, *collectives = TimedExchange
+
+    def own_group(count: int) -> ProcessGroup:
+        return _my_group(
+            watch.group, [ranks[i : i + count] for i in range(0, size, count)]
         )
-    return samples + _shared(watch, near, effort, sizes)
 
-
-def _shared(
-    watch: Stopwatch, near: int, effort: Effort, sizes: Sequence[int]
-) -> tuple[MessageSample, ...]:
-    """Time large all-to-alls in groups of 2, 4, ... of the `near` ranks of a node.
-
-    All groups exchange at once, which shows which ranks share a host bridge.
-    """
-    size, ranks = watch.group.size(), dist.get_process_group_ranks(watch.group)
-    groups = [2**i for i in range(1, near.bit_length()) if 2**i < near]
-    samples: tuple[MessageSample, ...] = ()
-    for count in groups:
-        if near % count:
-            continue
-        all_ranks = [ranks[i : i + count] for i in range(0, size, count)]
-        samples += measure_links.measure_messages(
-            watch,
-            _my_group(watch.group, all_ranks),
-            effort.small_groups / len(groups),
-            [x for x in sizes if x > measure_links.SMALL],
-            kinds=[TimedExchange.ALL_TO_ALL],
-        )
+    node = watch.group if near == size else own_group(near)
+    samples = measure_messages(watch, node, effort.messages, sizes)
+    if near < size:
+        across = _my_group(watch.group, [ranks[i::near] for i in range(near)])
+        for senders in (1, near):
+            idle = senders == 1 and watch.group.rank() % near > 0
+            half = effort.small_groups / 2
+            samples += measure_messages(
+                watch, across, half, sizes, [hop], senders=senders, idle=idle
+            )
+    elif size > 2 and size % 2 == 0:
+        seconds = effort.small_groups
+        samples += measure_messages(watch, own_group(2), seconds, small, collectives)
+    counts = [2**i for i in range(1, near.bit_length()) if 2**i < near]
+    for count in counts:
+        if near % count == 0:
+            seconds = effort.small_groups / len(counts)
+            kinds = [TimedExchange.ALL_TO_ALL]
+            samples += measure_messages(watch, own_group(count), seconds, large, kinds)
     return samples
 
 
@@ -193,8 +173,9 @@ def _from_device(watch: Stopwatch, samples: Samples) -> dict[str, tuple[float, s
         threads = torch.get_num_threads()
         tiles, what = (0.0 if threads == 1 else float(threads)), "one thread per tile"
     issue, who = 0.0, "the host computes itself, which merge_latency_seconds counts"
-    if device.type != "cpu":
-        issue = host_bound_seconds(samples.kernels)
+    if not watch.on_cpu:  # the host takes longest for steps that do nearly nothing
+        fewest = min(s.pairs for s in samples.kernels)
+        issue = max(s.seconds for s in samples.kernels if s.pairs == fewest)
         who = "measured: an attention step of the fewest tokens, which the host bounds"
     node = "LOCAL_WORLD_SIZE" if near < watch.group.size() else "all ranks of the group"
     numbers = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +51,11 @@ def main(arguments: Sequence[str]) -> int:
         )
     if options.ranks < 2:
         parser.error(f"--ranks is {options.ranks}; needed 2 or more")
-    return _start_ranks(options.ranks, options.quick, options.output)
+    # This process holds the store, so its port is free for sure.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    serve = (options.ranks, store.port, options.quick, options.output)
+    torch.multiprocessing.spawn(_serve, serve, options.ranks, daemon=True)
+    return 0
 
 
 def _on_launched_rank(quick: bool, output: Path | None) -> None:
@@ -68,23 +71,6 @@ def _on_launched_rank(quick: bool, output: Path | None) -> None:
         _measure_and_write(device, quick, output)
     finally:
         dist.destroy_process_group()
-
-
-def _start_ranks(ranks: int, quick: bool, output: Path | None) -> int:
-    spawn = multiprocessing.get_context("spawn")
-    # This process holds the store, so its port is free for sure.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [
-        spawn.Process(
-            target=_serve, args=(rank, ranks, store.port, quick, output), daemon=True
-        )
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return max(abs(process.exitcode or 0) for process in processes)
 
 
 def _serve(rank: int, ranks: int, port: int, quick: bool, output: Path | None) -> None:

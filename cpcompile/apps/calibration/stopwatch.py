@@ -119,8 +119,13 @@ class Stopwatch:
 
     def synchronize(self) -> None:
         """Wait for what was launched."""
-        if self.device.type != "cpu":
+        if not self.on_cpu:
             torch.accelerator.synchronize(self.device)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Tell whether what is timed runs on a CPU."""
+        return self.device.type == "cpu"
 
     @property
     def _where(self) -> torch.device:
