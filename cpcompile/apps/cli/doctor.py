@@ -80,7 +80,7 @@ def _versions() -> Iterator[Finding]:
     for name in ("sympy", "numpy", "networkx"):
         yield Finding(topic, name, _version(name) or "missing")
     yield Finding(topic, "triton", _version("triton") or "missing: needed on GPUs only")
-    pictures = 'missing: for pages, pip install "cpcompile[plot]"'
+    pictures = 'missing: for pictures, pip install "cpcompile[plot]"'
     yield Finding(topic, "matplotlib", _version("matplotlib") or pictures)
 
 

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from cpcompile.apps.cli.main import main
 
 LLAMA = ["plan", "--fit", "--model", "llama3-8b", "--gpus", "1,8,32"]
@@ -37,21 +35,3 @@ def test_a_model_by_its_sizes(capsys):
     more = ["--feed-forward", "2048", "--vocabulary", "32000", "--memory", "16G"]
     assert main(["plan", "--fit", *sizes, *more, "--cp", "2"]) == 0
     assert "published" in capsys.readouterr().out.splitlines()[0]
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (LLAMA, "--fit needs --memory"),
-        ([*LLAMA, "--memory", "80G", "--offload", "x"], "offload has 'x'"),
-        (
-            ["plan", "--fit", "--model", "flux", "--cp", "8", "--memory", "80G"],
-            "--fit needs --hidden, --feed-forward, --vocabulary",
-        ),
-        (["plan", "--model", "llama3-8b", "--cp", "8"], "needs --seq"),
-        (["plan", "--model", "llama3-8b", "--seq", "8k"], "needs --cp"),
-    ],
-)
-def test_mistakes(capsys, given, text):
-    assert main(given) == 2
-    assert text in capsys.readouterr().err
