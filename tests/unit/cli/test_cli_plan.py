@@ -3,6 +3,8 @@
 import json
 import sys
 
+import pytest
+
 import cpcompile as cp
 from cpcompile.apps.cli.main import main
 from cpcompile.cost.plain_data import to_dict
