@@ -6,16 +6,13 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cpcompile.apps.calibration.calibrate import FULL, QUICK, calibrate
-from cpcompile.cost.hardware.profile import (
-    HardwareProfile,
-    require_no_link,
-    write_profile,
-)
+from cpcompile.cost.hardware.profile import require_no_link, write_profile
 from cpcompile.cost.hardware.selection import calibrated_path
 
 
@@ -66,36 +63,31 @@ def _on_launched_rank(quick: bool, output: Path | None) -> None:
     else:
         device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device.index)
-    dist.init_process_group(dist.get_default_backend_for_device(device.type))
-    try:
-        _measure_and_write(device, quick, output)
-    finally:
-        dist.destroy_process_group()
+    backend = dist.get_default_backend_for_device(device.type)
+    _measure_and_write(device, quick, output, backend=backend)
 
 
 def _serve(rank: int, ranks: int, port: int, quick: bool, output: Path | None) -> None:
     """Calibrate in one process of --ranks, with one thread as torchrun's have."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    group = {"backend": "gloo", "store": store, "rank": rank, "world_size": ranks}
+    _measure_and_write(torch.device("cpu"), quick, output, **group)
+
+
+def _measure_and_write(
+    device: torch.device, quick: bool, output: Path | None, **group: Any
+) -> None:
+    """Calibrate in a group of all ranks, which is made by these arguments."""
+    dist.init_process_group(**group)
     try:
-        _measure_and_write(torch.device("cpu"), quick, output)
+        assert dist.group.WORLD is not None, "the process group is initialised"
+        profile = calibrate(dist.group.WORLD, device, QUICK if quick else FULL)
+        if dist.get_rank() == 0:
+            path = output or calibrated_path(device.type, dist.get_world_size())
+            write_profile(profile, path)
+            lines = [f"  {name}: {text}" for name, text in profile.about.items()]
+            print("\n".join([f"wrote {path}", *lines]))
+        dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-def _measure_and_write(device: torch.device, quick: bool, output: Path | None) -> None:
-    group = dist.group.WORLD
-    assert group is not None, "the process group is initialised"
-    profile = calibrate(group, device, QUICK if quick else FULL)
-    if group.rank() == 0:
-        path = output or calibrated_path(device.type, group.size())
-        write_profile(profile, path)
-        print(_report(profile, path))
-    dist.barrier()
-
-
-def _report(profile: HardwareProfile, path: Path) -> str:
-    lines = [f"wrote {path}"]
-    lines += [f"  {name}: {text}" for name, text in profile.about.items()]
-    return "\n".join(lines)

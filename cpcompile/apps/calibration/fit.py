@@ -50,20 +50,12 @@ _KERNEL = {  # the fields of a profile that `kernel_seconds` reads, but parallel
 
 
 class TimedExchange(Enum):
-    """The exchanges that the attention operators are made of."""
+    """The exchanges that operators are made of, and the fields of their rates."""
 
-    HOP = "send/recv to the next rank"
-    ALL_GATHER = "all-gather"
-    REDUCE_SCATTER = "reduce-scatter"
-    ALL_TO_ALL = "all-to-all"
-
-
-_RATES = {
-    TimedExchange.HOP: "link_bytes_per_second",
-    TimedExchange.ALL_GATHER: "collective_bytes_per_second",
-    TimedExchange.REDUCE_SCATTER: "reduce_scatter_bytes_per_second",
-    TimedExchange.ALL_TO_ALL: "all_to_all_bytes_per_second",
-}
+    HOP = ("send/recv to the next rank", "link_bytes_per_second")
+    ALL_GATHER = ("all-gather", "collective_bytes_per_second")
+    REDUCE_SCATTER = ("reduce-scatter", "reduce_scatter_bytes_per_second")
+    ALL_TO_ALL = ("all-to-all", "all_to_all_bytes_per_second")
 
 
 @dataclass(frozen=True)
@@ -264,9 +256,8 @@ def fit_messages(samples: Sequence[MessageSample]) -> Fit:
         further = [float(s.ranks - 2) for s in samples]
         latencies["collective_latency_per_rank_seconds"] = further
     rates = {
-        name: [s.sent_bytes * (s.kind is each) for s in samples]
-        for each, name in _RATES.items()
-        if any(s.kind is each for s in samples)
+        each.value[1]: [s.sent_bytes * (s.kind is each) for s in samples]
+        for each in dict.fromkeys(s.kind for s in samples)
     }
     return fit_sums(latencies, rates, [s.seconds for s in samples])
 
@@ -462,7 +453,7 @@ def _add_links(messages: Sequence[MessageSample], found: _Numbers) -> None:
         if group:
             fitted = fit_messages(group)
             text = (
-                f"{_listed(s.kind.value for s in group)}; "
+                f"{_listed(s.kind.value[0] for s in group)}; "
                 f"{_listed(int(s.sent_bytes) for s in group)} bytes sent per rank, "
                 f"groups of {_listed(s.ranks for s in group)}"
             )

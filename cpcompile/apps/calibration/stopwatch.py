@@ -79,45 +79,37 @@ class Stopwatch:
         ]
         of_round = sum(n * x for n, x in zip(repeats, warm, strict=True))
         wanted = int(seconds / max(of_round, 1e-6))
-        rounds: list[tuple[float, list[float]]] = []
+        rounds = []
         for _ in range(max(FEWEST_ROUNDS, min(MOST_ROUNDS, wanted))):
             busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
-            times = [
-                self.once(case, count)
-                for case, count in zip(cases, repeats, strict=True)
-            ]
+            rounds.append([self.once(*x) for x in zip(cases, repeats, strict=True)])
             busy, own = _busy_seconds() - busy, time.process_time() - own
             (used,) = self._reduce([own], dist.ReduceOp.SUM)
             cores = (os.cpu_count() or 1) * (time.perf_counter() - start)
             foreign = max(0.0, busy - used) / cores if self.shared_clock else 0.0
-            (load,) = self._reduce([foreign], dist.ReduceOp.MAX)
-            rounds.append((load, times))
-        self.foreign_loads.extend(load for load, _ in rounds)
+            self.foreign_loads.extend(self._reduce([foreign], dist.ReduceOp.MAX))
+        fastest = (len(rounds) + 3) // 4
         return [
-            _of_fastest_quarter(x) for x in zip(*(t for _, t in rounds), strict=True)
+            statistics.median(sorted(x)[:fastest]) for x in zip(*rounds, strict=True)
         ]
 
     def once(self, case: Case, repeats: int = 1, warm_up: bool = False) -> float:
         """Return the seconds of one run of `case`: the mean of `repeats` in a row."""
         if warm_up:
             case()
-        self.barrier()
+        self._synchronize()
+        self._reduce([0.0], dist.ReduceOp.MAX)  # dist.barrier would choose a device
         start = time.perf_counter()
         for _ in range(repeats):
             case()
-        self.synchronize()
+        self._synchronize()
         end = time.perf_counter()
         if not self.shared_clock:
             start, end = 0.0, end - start
         first, last = self._reduce([-start, end], dist.ReduceOp.MAX)
         return (last + first) / repeats
 
-    def barrier(self) -> None:
-        """Wait for the ranks and the device; dist.barrier would choose a device."""
-        self.synchronize()
-        self._reduce([0.0], dist.ReduceOp.MAX)
-
-    def synchronize(self) -> None:
+    def _synchronize(self) -> None:
         """Wait for what was launched."""
         if not self.on_cpu:
             torch.accelerator.synchronize(self.device)
@@ -139,10 +131,6 @@ class Stopwatch:
         mine = torch.tensor(values, dtype=torch.float64, device=self._where)
         dist.all_reduce(mine, op, group=self.group)
         return [float(x) for x in mine.tolist()]
-
-
-def _of_fastest_quarter(times: Sequence[float]) -> float:
-    return statistics.median(sorted(times)[: (len(times) + 3) // 4])
 
 
 def _busy_seconds() -> float:

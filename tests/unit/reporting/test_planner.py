@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from textwrap import fill
 from typing import Any
 
 import pytest
-from expecttest import assert_expected_inline
 
 import cpcompile as cp
 from cpcompile.cost.hardware.profile import load_profile
@@ -33,7 +31,7 @@ def plan(**changes: Any) -> Plan:
 def refusal(**changes: Any) -> str:
     with pytest.raises(ValueError) as caught:
         plan(**changes)
-    return fill(str(caught.value), 80)
+    return str(caught.value)
 
 
 def test_the_workload_is_what_was_asked_for() -> None:
@@ -107,16 +105,6 @@ def test_nodes_are_as_large_as_they_are_said_to_be() -> None:
     assert hybrids[CPDegrees(8, 4)] < hybrids[CPDegrees(8, 4, "ring")]
 
 
-def test_a_memory_budget_below_every_need() -> None:
-    assert_expected_inline(
-        refusal(memory_budget=1 << 20),
-        """\
-cp.plan: every strategy is impossible here: ulysses in 4 groups of heads needs
-392.0 MiB of extra memory per rank, and the budget is 1.0 MiB; that is the
-smallest need: raise memory_budget, or use more ranks""",
-    )
-
-
 @pytest.mark.parametrize("value", [0, -1, 2.0, "8", True])
 @pytest.mark.parametrize("name", [*SIZES, "ranks_per_node", "kv_seq", "value_dim"])
 def test_sizes_are_positive_integers(name: str, value: object) -> None:
@@ -124,44 +112,35 @@ def test_sizes_are_positive_integers(name: str, value: object) -> None:
     assert message.startswith(f"cp.plan: {name} is {value!r}; needed a positive")
 
 
-def test_heads_that_do_not_group() -> None:
-    assert_expected_inline(
-        refusal(kv_heads=5),
-        """\
-cp.plan: every strategy is impossible here: 32 query heads are not a multiple of
-5 key/value heads; repeat the key/value heads in the model""",
-    )
+IMPOSSIBLE = "cp.plan: every strategy is impossible here: "
 
 
-def test_unknown_words() -> None:
-    messages = [
-        refusal(dtype="int8"),
-        refusal(direction="sideways"),
-        refusal(layout="spiral"),
-        refusal(overrides={"speed": 1.0}),
-    ]
-    assert_expected_inline(
-        "\n".join(messages),
-        """\
-cp.plan: dtype is 'int8'; needed one of float64, float32, bfloat16, float16
-cp.plan: direction is 'sideways'; needed one of forward, backward, both
-cp.plan: layout is 'spiral'; needed one of auto, contiguous, zigzag, striped,
-fold
-overrides: field 'speed' is unknown; did you mean 'alone_speedup'?""",
-    )
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_budget": 1 << 20}, f"{IMPOSSIBLE}ulysses in 4 groups of heads needs "
+         "392.0 MiB of extra memory per rank, and the budget is 1.0 MiB; that is the "
+         "smallest need: raise memory_budget, or use more ranks"),
+        ({"kv_heads": 5}, f"{IMPOSSIBLE}32 query heads are not a multiple of 5 "
+         "key/value heads; repeat the key/value heads in the model"),
+        ({"causal": False, "layout": "zigzag"},
+         f"{IMPOSSIBLE}zigzag balances causal attention only"),
+        ({"dtype": "int8"}, "cp.plan: dtype is 'int8'; needed one of float64, float32, "
+         "bfloat16, float16"),
+        ({"direction": "sideways"}, "cp.plan: direction is 'sideways'; needed one of "
+         "forward, backward, both"),
+        ({"layout": "spiral"}, "cp.plan: layout is 'spiral'; needed one of auto, "
+         "contiguous, zigzag, striped, fold"),
+        ({"overrides": {"speed": 1.0}},
+         "overrides: field 'speed' is unknown; did you mean 'alone_speedup'?"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned(changes: dict[str, Any], message: str) -> None:
+    assert refusal(**changes) == message
 
 
 def test_unknown_hardware() -> None:
-    assert "did you mean 'a100_sxm'?" in refusal(hardware="a10").replace("\n", " ")
-
-
-def test_a_layout_that_full_attention_has_no_use_for() -> None:
-    assert_expected_inline(
-        refusal(causal=False, layout="zigzag"),
-        """\
-cp.plan: every strategy is impossible here: zigzag balances causal attention
-only""",
-    )
+    assert "did you mean 'a100_sxm'?" in refusal(hardware="a10")
 
 
 def test_neither_torch_nor_a_process_group_is_needed() -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  # registers torch.ops.cp
-from cpcompile.apps.calibration.calibrate import Effort, calibrate
+from cpcompile.apps.calibration import Effort, calibrate
 from cpcompile.apps.calibration.stopwatch import Stopwatch
 from cpcompile.cost.choose import choose
 from cpcompile.cost.hardware.profile import NUMBERS, HardwareProfile
