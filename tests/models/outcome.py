@@ -25,17 +25,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cpcompile.apps.verification.bounds import (
-    deviation_where_defined,
-    gradient_floor,
-    largest,
-)
+from cpcompile.apps.verification.bounds import gradient_floor, largest
 from tests.models.case import BATCH, Case
 from tests.models.families.decoders import loop_over_experts, set_experts
 from tests.models.float64 import in_float64
 from tests.models.setting import Setting
 from tests.models.steps import make_model, run_steps
 from tests.models.zoo import case_of
+from tests.support.bounds import deviation_where_defined
 
 
 class Verdict(Enum):

@@ -6,21 +6,23 @@ process. `cp.verify` compares users' models by the same bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from cpcompile.apps.verification import bounds
 from cpcompile.apps.verification.bounds import (
     ROUNDINGS,
     TIMES,
-    Deviation,
-    Values,
     bound,
+    bound_where_defined,
     default_dtype,
-    in_one_process,
+    error_of,
+    error_where_defined,
     largest,
     whole,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "check",
     "default_dtype",
     "deviation",
+    "deviation_where_defined",
     "deviations",
     "gradients",
     "in_one_process",
@@ -47,6 +50,25 @@ __all__ = [
 ]
 
 OPERAND_SCALE = 4.0  # operands are normal numbers, of some thousand the largest
+
+Values = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The error of one tensor, and how large it may be."""
+
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def is_allowed(self) -> bool:
+        """Tell whether the error is within the bound."""
+        return self.error <= self.bound  # False for NaN
+
+    def __str__(self) -> str:
+        return f"{self.name}: error {self.error:.3g}, allowed {self.bound:.3g}"
 
 
 def check(deviations: Sequence[Deviation]) -> None:
@@ -85,7 +107,31 @@ def deviation(
     limit: instead of Note [Derived bounds], for a test that derives its own.
     """
     name += f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
-    return bounds.deviation(name, got, exact, rough, floor, limit)
+    got, exact = whole(got), whole(exact)
+    have, need = list(got.shape), list(exact.shape)
+    assert have == need, f"{name} has shape {have}, not {need}"
+    limit = bound(exact, rough, floor) if limit is None else limit
+    return Deviation(name, error_of(got, exact), limit)
+
+
+def deviation_where_defined(
+    name: str, got: Tensor, exact: Tensor, rough: Sequence[Tensor], floor: float
+) -> Deviation:
+    """By the largest bound of the rough results; where both are NaN, `got` is right."""
+    limit = bound_where_defined(exact, rough, floor)
+    return Deviation(name, error_where_defined(got, exact), limit)
+
+
+def in_one_process(
+    run: Callable[[nn.Module], Values], model: nn.Module
+) -> tuple[Values, Values]:
+    """Run the model in float64 and as it is; return the exact and the rough values.
+
+    Gradients of the model are left as they were.
+    """
+    with default_dtype(torch.float64):
+        exact = run(copy.deepcopy(model).double())
+    return exact, run(copy.deepcopy(model))
 
 
 def deviations(

@@ -30,13 +30,10 @@ missing, or counted twice, changes results in their first digits.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -44,66 +41,6 @@ TIMES = 4.0
 ROUNDINGS = 2.0**10  # 2.3e-13 of the scale
 FLOOR = 1e-4  # of the largest gradient of a model
 NOISE = 1e-12  # of the largest gradient, in float64
-
-Values = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """The error of one tensor, and how large it may be."""
-
-    name: str
-    error: float
-    bound: float
-
-    @property
-    def is_allowed(self) -> bool:
-        """Tell whether the error is within the bound."""
-        return self.error <= self.bound  # False for NaN
-
-    def __str__(self) -> str:
-        return f"{self.name}: error {self.error:.3g}, allowed {self.bound:.3g}"
-
-
-def deviation(
-    name: str,
-    got: Tensor,
-    exact: Tensor,
-    rough: Tensor | None = None,
-    floor: float = 0.0,
-    limit: float | None = None,
-) -> Deviation:
-    """Return the deviation of `got` from `exact`, by Note [Derived bounds].
-
-    limit: another bound, used instead.
-    """
-    got, exact = whole(got), whole(exact)
-    have, need = list(got.shape), list(exact.shape)
-    assert have == need, f"{name} has shape {have}, not {need}"
-    limit = bound(exact, rough, floor) if limit is None else limit
-    return Deviation(name, error_of(got, exact), limit)
-
-
-def deviation_where_defined(
-    name: str,
-    got: Tensor,
-    exact: Tensor,
-    rough: Sequence[Tensor],
-    floor: float,
-    usual: float = 0.0,
-) -> Deviation:
-    """Compare as `deviation` does, with the largest bound of the rough results.
-
-    Where both `got` and `exact` are NaN, `got` is right. usual: as for `bound`.
-    """
-    undefined = exact.isnan()
-    defined = exact.masked_fill(undefined, 0.0)
-    limits = [
-        bound(defined, x.masked_fill(undefined, 0.0), floor, usual) for x in rough
-    ]
-    both = undefined & got.isnan()
-    got, exact = (x.masked_fill(both, 0.0) for x in (got, exact))
-    return deviation(name, got, exact, limit=max(limits or [bound(defined)]))
 
 
 def bound(
@@ -130,6 +67,24 @@ def bound(
     return TIMES * (max(own, usual * scale) + eps * scale)
 
 
+def bound_where_defined(
+    exact: Tensor, rough: Sequence[Tensor], floor: float, usual: float = 0.0
+) -> float:
+    """Return the largest bound by the rough results; NaN of `exact` does not count."""
+    undefined = exact.isnan()
+    defined = exact.masked_fill(undefined, 0.0)
+    if not rough:
+        return bound(defined)
+    others = (x.masked_fill(undefined, 0.0) for x in rough)
+    return max(bound(defined, x, floor, usual) for x in others)
+
+
+def error_where_defined(got: Tensor, exact: Tensor) -> float:
+    """Return the largest error; where both are NaN, `got` is right."""
+    both = exact.isnan() & got.isnan()
+    return error_of(*(x.masked_fill(both, 0.0) for x in (got, exact)))
+
+
 def scale_of(exact: Tensor, floor: float) -> float:
     """Return the largest finite absolute value, or the floor if that is larger."""
     return max(largest(exact[exact.isfinite()]), floor)
@@ -150,18 +105,6 @@ def gradient_floor(gradient: Tensor, most: float) -> float:
     softmax) are noise in any precision: their scale is the largest gradient.
     """
     return most if largest(gradient) <= NOISE * most else FLOOR * most
-
-
-def in_one_process(
-    run: Callable[[nn.Module], Values], model: nn.Module
-) -> tuple[Values, Values]:
-    """Run the model in float64 and as it is; return the exact and the rough values.
-
-    Gradients of the model are left as they were.
-    """
-    with default_dtype(torch.float64):
-        exact = run(copy.deepcopy(model).double())
-    return exact, run(copy.deepcopy(model))
 
 
 @contextmanager

@@ -9,6 +9,8 @@ so makes a weight out of the noise of a gradient that is zero.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -22,28 +24,36 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile.apps.verification.bounds import default_dtype, whole
 from cpcompile.apps.verification.model_results import loss_of, named_tensors
-from cpcompile.apps.verification.widening import Widened
+from cpcompile.apps.verification.module_outputs import ModuleOutputs, is_output
+from cpcompile.errors import InputError
 from cpcompile.torch_private import pytree
 
 SEED = 7
 # The first step moves the weights by this share of their norm.
 MOVE = 0.01
+# Copies of one model are compiled beside each other.
+RECOMPILE_LIMIT = 64
 
 
 @dataclass(frozen=True)
 class ComparedProgram:
-    """A model and the arguments of its call."""
+    """A model and the arguments of its call.
+
+    steps: of descent; 0 for gradients alone. by_module: keep what modules return, too.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     steps: int
+    by_module: bool = False
 
     def copied(self, dtype: torch.dtype | None = None) -> ComparedProgram:
         """Return a copy that shares nothing; floating-point numbers in `dtype`."""
         model = copy.deepcopy(self.model)
         model = model.to(dtype) if dtype else model
-        return ComparedProgram(model, *self.inputs(dtype), self.steps)
+        args, kwargs = self.inputs(dtype)
+        return dataclasses.replace(self, model=model, args=args, kwargs=kwargs)
 
     def inputs(
         self, dtype: torch.dtype | None = None
@@ -54,54 +64,82 @@ class ComparedProgram:
         )
         return args, kwargs
 
+    @property
+    def is_narrow(self) -> bool:
+        """Tell whether some parameters are of a dtype narrower than float32."""
+        floats = [x.dtype for x in self.model.parameters() if x.is_floating_point()]
+        return any(x.itemsize < torch.float32.itemsize for x in floats)
+
 
 @dataclass(frozen=True)
 class Reference:
     """What one process computes.
 
     exact: in float64. rough: in the dtype of the model, by other orders of summation.
-    rate: of the gradient descent. drawn: whether random numbers are drawn.
+    rate: of the gradient descent.
     """
 
     exact: dict[str, Tensor]
     rough: tuple[dict[str, Tensor], ...]
     rate: float
-    drawn: bool
 
 
-def reference(program: ComparedProgram, tick: Callable[[str], None]) -> Reference:
-    """Run on this process alone: in float64, as it is, and with plain attention."""
-    tick("one process, as the model is")
+def reference(program: ComparedProgram, tell: Callable[[str], None]) -> Reference:
+    """Run on this process alone: in float64, as it is, and with plain attention.
+
+    Raises: InputError for a model that does not run so.
+    """
+    try:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            return _reference(program, tell)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"{type(program.model).__name__} does not run on one process, as it is and "
+            f"in float64, with these inputs ({type(error).__name__}: {line}); needed a "
+            "model whose calls all support float64"
+        ) from error
+
+
+def _reference(program: ComparedProgram, tell: Callable[[str], None]) -> Reference:
+    tell("one process, as the model is")
     before = torch.get_rng_state()
     drawn = _draws_numbers(program)
     torch.set_rng_state(before)
     # The numbers that a compiled graph draws are those of aot_eager.
     compiler = _aot_eager if drawn else _eager
-    tick("one process, in float64")
+    tell("one process, in float64")
     try:
-        rate, values = _exact(program, compiler)
+        rate, exact = _exact(program, compiler, torch.float64)
     except (RuntimeError, TypeError):  # a model that asks for float32 by name
-        with Widened():
-            rate, values = _exact(program, compiler)
-    tick("one process, for the bounds")
+        if not program.is_narrow:
+            raise
+        rate, exact = _exact(program, compiler, torch.float32)
+    tell("one process, for the bounds")
     rough = []
     for backend in (nullcontext(), sdpa_kernel(SDPBackend.MATH)):
         again = program.copied()
         with backend:
             rough.append(results_of(again, compiler(again.model), rate))
-    return Reference(values, tuple(rough), rate, drawn)
+    return Reference(exact, tuple(rough), rate)
 
 
 def _exact(
-    program: ComparedProgram, compiler: Callable[..., Callable[..., Any]]
+    program: ComparedProgram,
+    compiler: Callable[..., Callable[..., Any]],
+    dtype: torch.dtype,
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the rate of the descent, and what the model computes in float64."""
-    exact = program.copied(torch.float64)
-    with default_dtype(torch.float64):
-        call = compiler(exact.model)
-        rate = _rate(exact.model, results_of(exact, call, 0.0, steps=0))
-        exact = program.copied(torch.float64)
-        return rate, results_of(exact, compiler(exact.model), rate)
+    """Return the rate of the descent, and what the model computes in a wide dtype."""
+    rate = 0.0
+    with default_dtype(dtype):
+        if program.steps:
+            first = dataclasses.replace(program.copied(dtype), steps=0)
+            rate = _rate(first.model, results_of(first, compiler(first.model), 0.0))
+        exact = program.copied(dtype)
+        values = results_of(exact, compiler(exact.model), rate)
+    return rate, {
+        name: x.double() if x.is_floating_point() else x for name, x in values.items()
+    }
 
 
 def by_inductor(program: ComparedProgram, rate: float) -> dict[str, Tensor]:
@@ -111,23 +149,24 @@ def by_inductor(program: ComparedProgram, rate: float) -> dict[str, Tensor]:
 
 
 def results_of(
-    program: ComparedProgram,
-    call: Callable[..., Any],
-    rate: float,
-    steps: int | None = None,
+    program: ComparedProgram, call: Callable[..., Any], rate: float
 ) -> dict[str, Tensor]:
     """Run steps; return results, losses, gradients, last weights and buffers, by name.
 
-    call: what runs the model. rate: of the descent; steps: 0 for gradients alone.
+    call: what runs the model, and has not run yet. rate: of the descent.
     """
-    steps = program.steps if steps is None else steps
     tensors: dict[str, Tensor] = {}
     model = program.model
-    for number in range(max(steps, 1)):
+    modules = None
+    if program.by_module:
+        modules = ModuleOutputs(model, copy.deepcopy(model), *program.inputs())
+    for number in range(max(program.steps, 1)):
         model.zero_grad()
         torch.manual_seed(SEED + number)
         args, kwargs = program.inputs()
         results = named_tensors(call(*args, **kwargs))
+        if number == 0 and modules is not None:
+            tensors |= {f"forward {n}": whole(x) for n, x in modules.outputs.items()}
         trains = any(x.requires_grad for x in results.values())
         if trains:
             loss = _loss(results)
@@ -136,9 +175,9 @@ def results_of(
         if number == 0:
             tensors |= {f"result {n}": whole(x) for n, x in results.items()}
             tensors |= dict(_gradients(model, (args, kwargs)))
-        if trains and steps:
+        if trains and program.steps:
             _descend(model, rate)
-    if steps:
+    if program.steps:
         tensors |= {f"weight {n}": whole(x).clone() for n, x in _weights(model)}
     return tensors | {f"buffer {n}": whole(x) for n, x in _buffers(model)}
 
@@ -151,7 +190,8 @@ def _loss(results: Mapping[str, Tensor]) -> Tensor:
 def _gradients(model: nn.Module, inputs: Any) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            yield f"gradient {name}", whole(parameter.grad).clone()
+            kind = "backward" if is_output(name) else "gradient"
+            yield f"{kind} {name}", whole(parameter.grad).clone()
     leaves = pytree.tree_flatten_with_path(inputs)[0]
     for path, x in leaves:
         if isinstance(x, Tensor) and x.grad is not None:
@@ -207,4 +247,6 @@ def _eager(model: nn.Module) -> Callable[..., Any]:
 
 
 def _aot_eager(model: nn.Module) -> Callable[..., Any]:
-    return torch.compile(model, backend="aot_eager")
+    # As a function of its own: Dynamo's guards do not see hooks of a module.
+    backend = functools.partial(torch._dynamo.lookup_backend("aot_eager"))
+    return torch.compile(model, backend=backend)

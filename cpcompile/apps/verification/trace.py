@@ -9,10 +9,8 @@ from typing import Any
 import torch.nn as nn
 
 from cpcompile.apps.verification import on_rank
-from cpcompile.apps.verification.progress_bar import progress
-from cpcompile.apps.verification.rank_results import local_processes
+from cpcompile.apps.verification.ranks import Ranks, told
 from cpcompile.apps.verification.steps import ComparedProgram
-from cpcompile.errors import InputError
 from cpcompile.options import parse_options
 from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.tracing import merged
@@ -47,13 +45,18 @@ def trace(
     Raises: as cp.verify, for the same reasons.
     """
     parse_options(options)
-    if type(world) is not int or world < 2:
-        raise InputError(f"got world={world!r}; needed at least 2 ranks")
-    program = ComparedProgram(model, args, kwargs, 1)
-    with progress(2, show_progress) as tick:
-        tick(f"start of {world} ranks")
-        with local_processes(program, world) as ranks:
-            tick("compile, warm up, record")
-            records = ranks.call(on_rank.trace, options)
-    texts, (times, *_), (reports, *_) = zip(*records, strict=True)
-    return Trace(texts, Explanation(reports), times)
+    ranks = Ranks(world, options)
+    told(show_progress)(f"compile, warm up, record on {world} ranks")
+    program = ComparedProgram(model, args, kwargs, 0)
+    records = ranks.run(on_rank.trace, program, options)
+    events = tuple(tuple(of_rank) for of_rank, _ in records)
+    reports = records[0][1]
+    calls = sum(call.plan is not None for report in reports for call in report.calls)
+    times = measured(events, calls)
+    note = ""
+    if times is None:
+        note = (
+            "no times stand beside the calls, because ranks ran attention another "
+            f"number of times than there are calls ({calls}), as under checkpointing"
+        )
+    return Trace(events, Explanation(reports, tuple(times or ())), note)

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cpcompile.apps.verification.differences import CallPlace, Check
+from cpcompile.apps.verification.compare import Check
 from cpcompile.cost.plans.tables import text_table
 
 _KINDS = {
@@ -20,11 +20,27 @@ _KINDS = {
 _MOST_ROWS = 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class Difference(Check):
+    """The first tensor of a step that differs, by modules.
+
+    what: in words, such as "gradient of the output". path: of the module, "" for the
+    model; module: its class. after: what comes right before it, and is right. dtype: in
+    which the ranks ran.
+    """
+
+    what: str
+    path: str
+    module: str
+    after: str
+    dtype: str
+
+
 @dataclass(frozen=True)
 class Report:
     """The answer whether several ranks compute what one process computes.
 
-    checks: all tensors that were compared. first: where the first difference is made.
+    checks: all tensors that were compared. first: where the first difference is.
     notes: what else there is to know; advice: what to try, if something differs.
     """
 
@@ -34,7 +50,7 @@ class Report:
     steps: int
     checks: tuple[Check, ...]
     graphs: tuple[str, ...] = ()
-    first: CallPlace | None = None
+    first: Difference | None = None
     notes: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -106,16 +122,11 @@ def _numbers(check: Check) -> tuple[str, str]:
     return f"{check.error:.2g}", f"{check.bound:.2g}"
 
 
-def _place(first: CallPlace) -> list[str]:
-    what = f"first difference: {first.what} of {first.call} (node {first.node})"
+def _place(first: Difference) -> list[str]:
+    module = f"module {first.path}" if first.path else "the model"
+    error = "{}, allowed {}".format(*_numbers(first))
     lines = [
-        what,
-        f"  module   {first.path}",
-        f"  line     {first.line}",
-        f"  error    {first.error:.2g}, allowed {first.bound:.2g}, on rank "
-        f"{first.rank}, in {first.dtype}",
-        f"  runs as  {first.written}",
+        f"first difference: the {first.what} of {module} ({first.module})",
+        f"  error  {first.problem or error}, on rank {first.rank}, in {first.dtype}",
     ]
-    if first.read_by:
-        lines.append(f"  made by  the backward of {', '.join(first.read_by)}")
-    return lines
+    return [*lines, f"  after  {first.after}, which is right"] if first.after else lines

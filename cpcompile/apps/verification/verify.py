@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cpcompile.apps.verification import on_rank
-from cpcompile.apps.verification.differences import CallPlace, Check
-from cpcompile.apps.verification.progress_bar import Tick, progress
-from cpcompile.apps.verification.rank_results import (
-    Ranks,
-    local_processes,
-    options_without_mesh,
-    running_group,
-)
+from cpcompile.apps.verification.compare import Check, checks_of
+from cpcompile.apps.verification.module_outputs import described, place_of
+from cpcompile.apps.verification.ranks import Ranks, told
 from cpcompile.apps.verification.steps import (
     ComparedProgram,
-    Reference,
     by_inductor,
     reference,
 )
-from cpcompile.apps.verification.verification_report import Report
+from cpcompile.apps.verification.verification_report import Difference, Report
 from cpcompile.apps.verification.verify_mixer import MixerReport, verify_mixer
 from cpcompile.errors import InputError
 from cpcompile.ops.mixers.registry import mixer_of
 from cpcompile.options import GradSync, parse_options
 from cpcompile.torch_private import pytree
 
-WORLD = 4  # local processes, unless said otherwise
 STEPS = 2
-_PARTS = 7
 
 
 @overload
@@ -71,8 +62,8 @@ def verify(
     All floating-point results, the loss and every gradient are compared on every
     rank, and after `steps` steps of gradient descent the weights and buffers. The
     bounds follow from the errors that one process has against float64 (Note [Derived
-    bounds] in apps/verification/bounds.py). If something differs, the first call of the
-    model whose value or gradient differs is found, in float64 where it shows there.
+    bounds] in apps/verification/bounds.py). If something differs, the first module
+    whose output or gradient differs is found.
 
     Args:
         model: any module with parameters that are plain tensors; it stays as it is. Or
@@ -96,130 +87,133 @@ def verify(
         return verify_mixer(model, args, kwargs)
     start = time.monotonic()
     options = dict(options or {})
-    module = _checked(model, args, kwargs, options, steps)
-    world = _world(world)
-    program = ComparedProgram(module, args, kwargs, steps)
+    program = _checked(model, args, kwargs, options, steps)
+    ranks = Ranks(world, options)
+    options.pop("mesh", None)  # each rank has it itself
     state = torch.get_rng_state()
     try:
-        with progress(_PARTS, show_progress) as tick:
-            expected = _expected(program, tick)
-            tick(f"start of {world} ranks")
-            with _ranks(program, world, options) as ranks:
-                verification = _Verification(ranks, program, expected, options, tick)
-                return verification.report(world, start)
+        return Verification(ranks, program, options, told(show_progress)).report(start)
     finally:
         torch.set_rng_state(state)
 
 
-class _Verification:
-    def __init__(
-        self,
-        ranks: Ranks,
-        program: ComparedProgram,
-        expected: Reference,
-        options: Mapping[str, Any],
-        tick: Tick,
-    ) -> None:
-        self.ranks, self.program, self.expected = ranks, program, expected
-        self.options, self.tick = options, tick
+@dataclass(frozen=True)
+class Verification:
+    """A program that ranks run with these options, and how to compare it."""
 
-    def report(self, world: int, start: float) -> Report:
+    ranks: Ranks
+    program: ComparedProgram
+    options: Mapping[str, Any]
+    tell: Callable[[str], None]
+
+    def report(self, start: float) -> Report:
         """Run, compare, and look for the first difference if there is one."""
-        options = options_without_mesh(self.options)
         name = type(self.program.model).__name__
-        self.tick(f"compile and run on {world} ranks")
-        (compiled, *_) = self.ranks.call(on_rank.compute, options, self.expected.rate)
-        if not compiled.calls:
+        ran, checks = self.compared(self.program, self.options)
+        if not ran.calls:
             raise InputError(
                 f"{name} has no attention call in its graphs, so that there is nothing "
                 "to verify; needed F.scaled_dot_product_attention, flex_attention, or "
                 "attention by hand over a sequence"
             )
-        if compiled.dropout:
+        if ran.dropout:
             raise InputError(
-                f"attention at {compiled.dropout[0]} drops weights at random, other "
+                f"attention at {ran.dropout[0]} drops weights at random, other "
                 "ones than one process does; needed dropout 0 in attention, or "
                 "model.eval()"
             )
-        self.tick("compare")
-        checks = self._checks()
-        first: CallPlace | None = None
-        notes: list[str] = []
-        if not all(check.ok for check in checks):
-            self.tick("look for the first difference")
-            first, notes = self._first()
+        first, notes = (None, ()) if _all_right(checks) else self.first()
+        options = ", ".join(f"{k}={v!r}" for k, v in self.options.items())
         return Report(
             model=name,
-            world=world,
-            options=_text(options),
+            world=self.ranks.world,
+            options=options or "default options",
             steps=self.program.steps,
             checks=tuple(checks),
-            graphs=compiled.graphs,
+            graphs=ran.graphs,
             first=first,
-            notes=tuple(notes),
-            advice=_advice(checks, first, options),
+            notes=notes,
+            advice=_advice(checks, first, self.options),
             seconds=round(time.monotonic() - start, 1),
         )
 
-    def _checks(self) -> list[Check]:
+    def compared(
+        self, program: ComparedProgram, options: Mapping[str, Any]
+    ) -> tuple[on_rank.Ran, list[Check]]:
         """Check every tensor, on the rank where it is farthest off."""
-        checks = self._compared(self.expected)
-        is_inductor = self.options.get("inner", "inductor") == "inductor"
-        if is_inductor and not all(check.ok for check in checks):
-            self.tick("one process by Inductor, for the bounds")
-            more = by_inductor(self.program, self.expected.rate)
-            expected = self.expected
-            rough = (*expected.rough, more)
-            checks = self._compared(
-                Reference(expected.exact, rough, expected.rate, expected.drawn)
-            )
-        return checks
+        expected = reference(program, self.tell)
+        self.tell(f"compile and run on {self.ranks.world} ranks")
+        ran = self.ranks.run(
+            on_rank.compute, program, options, expected.exact, expected.rate
+        )
+        errors = [x.errors for x in ran]
+        checks = checks_of(errors, expected)
+        if options.get("inner", "inductor") == "inductor" and not _all_right(checks):
+            self.tell("one process by Inductor, for the bounds")
+            rough = (*expected.rough, by_inductor(program, expected.rate))
+            checks = checks_of(errors, dataclasses.replace(expected, rough=rough))
+        return ran[0], checks
 
-    def _compared(self, expected: Reference) -> list[Check]:
-        rank_checks = self.ranks.call(on_rank.compare, self.ranks.handed(expected))
-        by_name: dict[tuple[str, str], list[Check]] = {}
-        for check in (check for of_rank in rank_checks for check in of_rank):
-            by_name.setdefault((check.kind, check.name), []).append(check)
-        return [max(checks, key=lambda c: c.share) for checks in by_name.values()]
-
-    def _first(self) -> tuple[CallPlace | None, list[str]]:
-        """Find the first difference of all ranks, in float64 or as the model is."""
-        for wide in (True, False):
+    def first(self) -> tuple[Difference | None, tuple[str, ...]]:
+        """Find the first difference by modules, in float32 or as the model is."""
+        options = {**self.options, "inner": "aot_eager"}
+        notes = []
+        own = next((x.dtype for x in self.program.model.parameters()), torch.float32)
+        # In float32, less is within the bounds.
+        for dtype in (torch.float32, own) if self.program.is_narrow else (own,):
+            again = self.program.copied(None if dtype is own else dtype)
+            again = dataclasses.replace(again, steps=0, by_module=True)
+            where = f"by modules, in {str(dtype).removeprefix('torch.')}, "
             try:
-                differences = self.ranks.call(on_rank.locate, wide)
+                _, checks = self.compared(again, options)
             except (RuntimeError, ValueError) as error:
                 line = str(error).strip().splitlines()[0]
-                return None, [f"the graph does not run call by call: {line}"]
-            differences = [x for x in differences if x is not None]
-            if differences:
-                order = min(order for order, _ in differences)
-                here = [place for at, place in differences if at == order]
-                return max(here, key=lambda x: x.error), []
-        return None, [
-            "run call by call in eager, no call differs in the first step: what "
-            "differs is made after the passes, by AOTAutograd or by the inner "
-            "compiler, or only in a later step"
-        ]
+                notes.append(f"{where}the model does not run: {line}")
+                continue
+            first = _first_of(checks, self.program.model, dtype)
+            if first is not None:
+                return first, ()
+            notes.append(
+                f"{where}nothing differs in the first step: what differs is made by "
+                "the inner compiler, or in a later step, or not where what modules "
+                "return is kept"
+            )
+        return None, tuple(notes)
 
 
-def _expected(program: ComparedProgram, tick: Tick) -> Reference:
-    """Compute the reference on one process; an error there rejects the model."""
-    try:
-        with torch._dynamo.config.patch(recompile_limit=on_rank.RECOMPILE_LIMIT):
-            return reference(program, tick)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"{type(program.model).__name__} does not run on one process, as it is and "
-            f"in float64, with these inputs ({type(error).__name__}: {line}); needed a "
-            "model whose calls all support float64"
-        ) from error
+def _first_of(
+    checks: list[Check], model: nn.Module, dtype: torch.dtype
+) -> Difference | None:
+    """Return what differs first in the order in which a step makes tensors."""
+    outputs = [x.name for x in checks if x.kind == "forward"]
+    in_order = sorted(checks, key=lambda x: place_of(x.kind, x.name, outputs))
+    number = next((i for i, x in enumerate(in_order) if not x.ok), None)
+    if number is None:
+        return None
+    found = in_order[number]
+    path, what = described(found.kind, found.name)
+    after = ""
+    if number:
+        before, its = described(in_order[number - 1].kind, in_order[number - 1].name)
+        after = f"the {its} of {before or 'the model'}"
+    return Difference(
+        **dataclasses.asdict(found),
+        what=what,
+        path=path,
+        module=type(model.get_submodule(path)).__name__,
+        after=after,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def _all_right(checks: list[Check]) -> bool:
+    return all(check.ok for check in checks)
 
 
 def _checked(
     model: Any, args: Any, kwargs: Any, options: Mapping[str, Any], steps: int
-) -> nn.Module:
-    """Return the model; raise InputError for what cannot be compared."""
+) -> ComparedProgram:
+    """Return the program; raise InputError for what cannot be compared."""
     if not isinstance(model, nn.Module):
         raise InputError(f"got {type(model).__name__} as the model; needed a module")
     if type(steps) is not int or steps < 1:
@@ -241,54 +235,14 @@ def _checked(
             "cp.verify got no tensor to call the model with; needed the arguments of "
             "one call: cp.verify(model, tokens, labels)"
         )
-    return model
-
-
-def _world(world: int | None) -> int:
-    running = dist.get_world_size() if dist.is_initialized() else None
-    wanted = (running or WORLD) if world is None else world
-    if type(wanted) is not int or wanted < 2:
-        raise InputError(f"got world={wanted!r}; needed at least 2 ranks to compare")
-    if running is not None and running != wanted:
-        raise InputError(
-            f"got world={wanted}, and the process group that runs has {running} ranks; "
-            f"needed world={running}, or a call before init_process_group"
-        )
-    return wanted
-
-
-@contextmanager
-def _ranks(
-    program: ComparedProgram, world: int, options: Mapping[str, Any]
-) -> Iterator[Ranks]:
-    mesh: DeviceMesh | None = options.get("mesh")
-    axis = options.get("axis", "cp")
-    if mesh is None and not isinstance(axis, str):
-        raise InputError(
-            f"options['axis'] is {axis!r}, two axes; needed a mesh with both, in a "
-            "process group that runs (torchrun)"
-        )
-    if dist.is_initialized():
-        with running_group(program, mesh, axis) as group:
-            yield group
-    elif mesh is not None:
-        raise InputError(
-            "options['mesh'] is given, and no process group runs; leave it away"
-        )
-    else:
-        with local_processes(program, world) as processes:
-            yield processes
-
-
-def _text(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k}={v!r}" for k, v in options.items()) or "default options"
+    return ComparedProgram(model, args, kwargs, steps)
 
 
 def _advice(
-    checks: list[Check], first: CallPlace | None, options: Mapping[str, Any]
+    checks: list[Check], first: Difference | None, options: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """Suggest what to try, from what differs."""
-    if all(check.ok for check in checks):
+    if _all_right(checks):
         return ()
     advice = []
     if first is None and options.get("inner", "inductor") == "inductor":
@@ -296,7 +250,7 @@ def _advice(
         advice.append("cpcompile.config.unroll = 0, which leaves rings one operator")
         if options.get("repeat") is not False:
             advice.append("options['repeat'] = False, which compiles each layer alone")
-    elif first is not None and "attention" in f"{first.call} {first.read_by}":
+    elif first is not None and "att" in f"{first.path} {first.after}".lower():
         chosen = options.get("strategy")
         other = "all_gather" if chosen != "all_gather" else "ring"
         advice.append(f"options['strategy'] = {other!r}, another way to compute it")

@@ -5,14 +5,13 @@ error. Operators look up what they call when they run, so that a patched name is
 """
 
 import dataclasses
-import functools
 import importlib
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from cpcompile.passes.placement.placement_calls import cp_shard, cp_unreduced
+from cpcompile.passes.placement.placement_calls import cp_unreduced
 
 
 @contextmanager
@@ -66,7 +65,6 @@ def gradients_not_summed(right):
     return cp_unreduced
 
 
-@functools.cache
 def positions_of_the_first_rank(right):
     def cp_shard(x, on, dim):
         if isinstance(x, DTensor) or x.is_floating_point() or x.ndim > 1:
@@ -75,10 +73,6 @@ def positions_of_the_first_rank(right):
         return DTensor.from_local(stale, on.mesh, [Shard(0)], run_check=False)
 
     return cp_shard
-
-
-def with_faulty_shard(right):
-    return right | {positions_of_the_first_rank(cp_shard)}
 
 
 def no_segment_ids(right):
@@ -124,7 +118,6 @@ _STEPS = "ops.strategies.ring_steps"
 _RING = "ops.strategies.ring_schedule"
 _EDGES = "passes.model.sharding.graph_edges"
 _LOSSES = "passes.model.sharding.sharded_losses"
-_REPLAY = "apps.verification.replay.stands_for"
 _RULES = "passes.model.sharding.sharding_rules"
 _LOOK_UPS = "passes.model.sharding.look_up_rules"
 _VALUES = "passes.placement.graph_values"
@@ -141,8 +134,7 @@ FAULTS = {
     "stale positions": [
         (module, "cp_shard", positions_of_the_first_rank)
         for module in (_EDGES, _RULES, _LOOK_UPS, _VALUES)
-    ]
-    + [(_REPLAY, "_PLACING", with_faulty_shard)],
+    ],
     "dropped padding": [
         ("ops.strategies.ring_attention", "AttentionInputs.of", no_segment_ids)
     ],

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
-from cpcompile.apps.verification import on_rank
-from cpcompile.apps.verification.steps import ComparedProgram, reference
+from cpcompile.apps.verification.ranks import Ranks
+from cpcompile.apps.verification.steps import ComparedProgram
+from cpcompile.apps.verification.verify import Verification
 from cpcompile.errors import InputError
 from tests.cpu.verification.models import make_inputs, make_model
 
@@ -108,38 +109,37 @@ FORMS = {
 
 
 def found_in(make, layout, dtype):
-    """(what is wrong, the first difference in float64, and in the model's dtype)."""
-    model = make().to(dtype)
-    program = ComparedProgram(model, (), make_inputs(23), 2)
-    expected = reference(program, lambda what: None)
+    """What is wrong, the first difference by modules, and why there is none."""
+    program = ComparedProgram(make().to(dtype), (), make_inputs(23), 2)
     options = OPTIONS | {"layout": layout, "strategy": "ring"}
+    found = Verification(Ranks(None, {}), program, options, lambda what: None)
     with cp.config.patch(hardware="cpu"):
-        on_rank.begin(program, None)
-        compiled = on_rank.compute(options, expected.rate)
-        wrong = [check for check in on_rank.compare(expected) if not check.ok]
-        places = [on_rank.locate(wide) for wide in (True, False)]
-    on_rank.end()
-    return compiled, wrong, places
+        ran, checks = found.compared(program, options)
+        return ran.calls, [x for x in checks if not x.ok], *found.first()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("form", FORMS)
-def test_no_call_differs_where_nothing_is_wrong(pools, form, layout, dtype):
+def test_no_module_differs_where_nothing_is_wrong(pools, form, layout, dtype):
     nothing_is_wrong(pools, FORMS[form], layout, dtype)
 
 
 def test_a_model_that_does_not_run_in_float64(pools):
-    """torch compiles products of grouped rows in bfloat16 alone."""
-    nothing_is_wrong(pools, Routed, "zigzag", torch.bfloat16)
+    """torch has no products of grouped rows there; float32 is what it is held to."""
+    unknown = "by modules, in float32, the model does not run: Routed does not run on"
+    nothing_is_wrong(pools, Routed, "zigzag", torch.bfloat16, unknown)
 
 
-def nothing_is_wrong(pools, make, layout, dtype):
-    found = pools[2].run(found_in, make, layout, dtype, timeout=170)
-    for compiled, wrong, places in found:
-        assert isinstance(compiled, on_rank.Compiled), compiled
-        assert compiled.calls and not wrong, wrong
-        assert places == [None, None]
+def nothing_is_wrong(pools, make, layout, dtype, *unknown):
+    for found in pools[2].run(found_in, make, layout, dtype, timeout=170):
+        calls, wrong, first, notes = found
+        assert calls and not wrong and first is None, found
+        said = ["float32", "bfloat16"] if dtype is torch.bfloat16 else ["float32"]
+        said = [f"by modules, in {x}, nothing differs in the first step" for x in said]
+        said[: len(unknown)] = unknown
+        for note, start in zip(notes, said, strict=True):
+            assert note.startswith(start), notes
 
 
 def refusal(case):
@@ -204,7 +204,7 @@ def test_the_command_on_processes_of_its_own(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     assert "Model on 2 ranks equals one process (inner='aot_eager')" in done.stdout
-    assert "[5/7] compile and run on 2 ranks" in done.stderr
+    assert "compile and run on 2 ranks" in done.stderr
     found = json.loads(path.read_text())
     assert found["ok"] and found["first"] is None and found["world"] == 2
     kinds = {check["kind"] for check in found["checks"]}

@@ -7,8 +7,9 @@ import re
 
 from expecttest import assert_expected_inline
 
-from cpcompile.apps.verification.differences import CallPlace, Check
-from cpcompile.apps.verification.verification_report import Report
+from cpcompile.apps.verification.compare import Check
+from cpcompile.apps.verification.module_outputs import described, place_of
+from cpcompile.apps.verification.verification_report import Difference, Report
 from cpcompile.apps.verification.verify import _advice
 
 RIGHT = (
@@ -20,18 +21,17 @@ RIGHT = (
 WRONG = Check("gradient", "head.bias", 0.052, 5.3e-8, 1)
 MISSING = Check("weight", "norm.bias", 0.0, 0.0, 0, "missing")
 NONE = Check("result", "hidden", math.nan, 1e-6, 1)
-FIRST = CallPlace(
-    what="the gradient",
-    call="parameter head.bias",
-    node="l_bias_",
-    written="an input of the graph, full on every rank",
-    read_by=("linear",),
-    path="head",
-    line="model.py:55: logits = self.head(x)",
+FIRST = Difference(
+    kind="gradient",
+    name="head.bias",
     error=0.052,
-    bound=1.1e-14,
+    bound=5.3e-08,
     rank=1,
-    dtype="float64",
+    what="gradient of parameter bias",
+    path="head",
+    module="Linear",
+    after="the loss step 1 of the model",
+    dtype="float32",
 )
 
 
@@ -76,12 +76,9 @@ what differs, the worst first:
   result    hidden     nan    1e-06       1
   gradient  head.bias  0.052  5.3e-08     1
 
-first difference: the gradient of parameter head.bias (node l_bias_)
-  module   head
-  line     model.py:55: logits = self.head(x)
-  error    0.052, allowed 1.1e-14, on rank 1, in float64
-  runs as  an input of the graph, full on every rank
-  made by  the backward of linear
+first difference: the gradient of parameter bias of module head (Linear)
+  error  0.052, allowed 5.3e-08, on rank 1, in float32
+  after  the loss step 1 of the model, which is right
 
 try: this
 
@@ -94,7 +91,7 @@ def test_json_has_all_of_it_and_no_number_that_is_none():
     assert found["ok"] is False and found["world"] == 4
     assert found["checks"][0]["name"] == "head.bias" and found["checks"][0]["rank"] == 1
     assert found["checks"][1]["error"] == "nan"
-    assert found["first"]["line"] == FIRST.line and found["first"]["node"] == "l_bias_"
+    assert found["first"]["path"] == "head" and found["first"]["name"] == "head.bias"
 
 
 def test_nan_and_missing_are_wrong_and_come_first():
@@ -114,5 +111,30 @@ def test_what_to_try():
         *found, report_it = _advice([WRONG], None, options)
         assert [re.search(r"(?:\['|config\.)(\w+)", x)[1] for x in found] == names
         assert "a report of this" in report_it
-    (strategy, *_) = _advice([WRONG], dataclasses.replace(FIRST, call="attention"), {})
+    attention = dataclasses.replace(FIRST, path="layers.0.self_attn.o_proj")
+    (strategy, *_) = _advice([WRONG], attention, {})
     assert strategy.startswith("options['strategy'] = 'all_gather'")
+
+
+def test_the_order_of_a_step():
+    """Outputs as modules end; gradients the other way, those of parameters at last."""
+    outputs = [f"{x}._cp_zeros_of_output_0" for x in ("embed", "block.a", "block")]
+    made = [
+        *(("forward", x) for x in outputs),
+        ("result", "logits"),
+        ("loss", "step 1"),
+        ("backward", outputs[2]),
+        ("backward", outputs[1]),
+        ("gradient", "block.scale"),
+        ("backward", outputs[0]),
+        ("gradient", "embed.weight"),
+        ("gradient", "of input ['x']"),
+    ]
+    assert sorted(set(made), key=lambda x: place_of(*x, outputs)) == made
+    assert described("backward", outputs[1]) == ("block.a", "gradient of the output")
+    assert described("gradient", "block.a.w") == ("block.a", "gradient of parameter w")
+    assert described("gradient", "of input ['x.y']") == (
+        "",
+        "gradient of input ['x.y']",
+    )
+    assert described("result", "cache.0") == ("", "result cache.0")

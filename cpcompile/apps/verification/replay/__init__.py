@@ -1,1 +1,0 @@
-"""Replay a graph and its rewritten form, call by call."""
