@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch.fx as fx
+
 from cpcompile.accounting.read import Accounting
 from cpcompile.compile import failing_call
 from cpcompile.compile.warm_start import Compilation, compiled_or_loaded
@@ -24,12 +26,12 @@ from cpcompile.frontend.symbolic_sizes import example_of
 from cpcompile.ops.comm.communication import span
 from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import SHAPES, Options
+from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.graph_pass import PassRun
 from cpcompile.passes.joint.saving.save_by_budget import saving_of, warn_of_budget
 from cpcompile.passes.joint.tiling.tiling_options import tiling_of, warn_of_no_tiles
 from cpcompile.passes.local.folding.folding_options import folding_of
 from cpcompile.passes.model.masks.constant_buffers import freeze_buffers
-from cpcompile.passes.rewrites import Rewrite, watched
 from cpcompile.progress import phase
 from cpcompile.reporting.graph_report import GraphReport, record
 from cpcompile.reporting.lost_parallelism import warn_about_losses
@@ -43,7 +45,8 @@ CompiledCallable = Callable[..., Any]
 
 
 def assemble(
-    rewrite: Rewrite,
+    gm: fx.GraphModule,
+    ctx: Context,
     example_inputs: Sequence[Any],
     options: Options,
     frame: Frame,
@@ -56,7 +59,6 @@ def assemble(
     The graph begins and ends with plain local tensors, so that AOTAutograd sees no
     tensor subclass; differentiable calls outside unwrap DTensors and wrap results.
     """
-    gm, ctx = rewrite.rewritten, rewrite.ctx
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.findings.outputs, ctx.mesh
     local_inputs = [
         local_example(node) if graph_input.has_local_part else example_of(node, example)
@@ -70,13 +72,12 @@ def assemble(
     folding = folding_of(options, mesh.get_group(ctx.axis), f"compiles {frame.name}")
     accounting = Accounting(input_names(ctx, frame))
     how = Compilation(inner, mesh.device_type, tiling, saving, folding, accounting)
-    watch = watched(rewrite)
     # What torch itself cannot trace, as a result of unknown size, reaches Dynamo as it
     # is, which then breaks the graph there.
     naming = failing_call.named(gm, ctx, frame.name) if runs else nullcontext()
     with naming:
         program = compiled_or_loaded(gm, local_inputs, how, ctx.all_gather_text)
-        compiled = watch(program.run)
+        compiled = program.run
     phase("waits for the other ranks")
     report = GraphReport.of(
         ctx, runs, frame.name, tiling, saving, folding, accounting.accounts

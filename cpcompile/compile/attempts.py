@@ -39,15 +39,7 @@ from cpcompile.passes.model.masks.constant_buffers import without_changing
 from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from cpcompile.passes.model.sharding.program_outputs import gather_limit
 from cpcompile.passes.pipeline import MODEL, run_passes
-from cpcompile.passes.rewrites import Rewrite, replacements
-from cpcompile.ranks.agreement import (
-    COMPILE_TIMEOUT_SECONDS,
-    Attempt,
-    all_gather_text,
-    attempt,
-    check_agreement,
-)
-from cpcompile.ranks.text_exchange import Message, exchange
+from cpcompile.ranks.agreement import all_gather_text, attempt, check_agreement
 from cpcompile.settings import setting
 from cpcompile.torch_patches import symbolic_tracing
 
@@ -199,7 +191,7 @@ class Attempts:
         ]
         gather_graph(gm.graph, ctx)
         gm.recompile()
-        compiled = self._assembled(Rewrite(gm, gm, ctx, {}), self.example_inputs, ())
+        compiled = self._assembled(gm, ctx, self.example_inputs, ())
         return (*compiled, "")
 
     def _sharded(
@@ -209,21 +201,23 @@ class Attempts:
         examples: Sequence[Any] | None = None,
     ) -> tuple[CompiledCallable, dict[str, str]]:
         """Compile; return the program and what must be the same on every rank."""
-        with replacements(module) as replaced:
-            runs = run_passes(module, MODEL, ctx)
-        rewrite = Rewrite(self.untouched, module, ctx, replaced)
+        runs = run_passes(module, MODEL, ctx)
         examples = self.example_inputs if examples is None else examples
-        compiled, exchanges = self._assembled(rewrite, examples, runs)
+        compiled, exchanges = self._assembled(module, ctx, examples, runs)
         counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
         alike = ctx.plan_texts() | {"rewrites": counts} | exchanges
         alike["gradients"] = gradient_contracts(ctx)
         return compiled, alike
 
     def _assembled(
-        self, rewrite: Rewrite, examples: Sequence[Any], runs: tuple[PassRun, ...]
+        self,
+        module: fx.GraphModule,
+        ctx: Context,
+        examples: Sequence[Any],
+        runs: tuple[PassRun, ...],
     ) -> tuple[CompiledCallable, dict[str, str]]:
         options = self.request.options
-        return assemble(rewrite, examples, options, self.frame, runs)
+        return assemble(module, ctx, examples, options, self.frame, runs)
 
     def _context(
         self,

@@ -27,8 +27,6 @@ from .origins import ORIGIN
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 WHOLE = "cp_whole"
-# In node.meta: the TokenLayout of a value whose tokens are not in their natural order.
-TOKEN_LAYOUT = "cp_token_layout"
 
 # In node.meta: the partitioner is to compute a value again in the backward. The tag is
 # that of a checkpoint region. A region that reads what is made outside of it would have
@@ -40,7 +38,7 @@ RECOMPUTE_LAST = {
 }
 
 _META_KEYS = (
-    *("stack_trace", "nn_module_stack", "source_fn_stack", ORIGIN, TOKEN_LAYOUT),
+    *("stack_trace", "nn_module_stack", "source_fn_stack", ORIGIN),
     *RECOMPUTE_LAST,
 )
 

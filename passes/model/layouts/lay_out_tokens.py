@@ -30,7 +30,7 @@ from cpcompile.cost.choose import predict, rank
 from cpcompile.cost.plans import Plan
 from cpcompile.cost.relayout_cost import relayout_seconds, reorder_seconds
 from cpcompile.errors import RewriteError
-from cpcompile.geometry.layout import Layout, TokenLayout
+from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.torch_private import pytree
@@ -40,7 +40,6 @@ from ...graph.context import AttentionCall, Context
 from ...graph.cp_attention import call_of
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
-    TOKEN_LAYOUT,
     all_graphs,
     all_nodes,
     expected_shape,
@@ -200,9 +199,6 @@ class _LaidOut:
                 "contiguous inputs and options={'layout': 'contiguous'}"
             ) from error
         token_graph = self.tokens_of
-        for producer, vertex in token_graph.vertices.items():
-            if vertex in laid_out:
-                producer.meta[TOKEN_LAYOUT] = self._layout_of(producer)
         relaid: set[fx.Node] = set()  # attention calls beside a relayout that stays
         for producer, uses in token_graph.uses.items():
             side = token_graph.vertices[producer] in laid_out
@@ -242,16 +238,8 @@ class _LaidOut:
             moved = self.writer.call(
                 RELAYOUT, (*args, self.ctx.group_name), like=producer
             )
-        moved.meta.pop(TOKEN_LAYOUT, None)
-        if not laid_out:
-            moved.meta[TOKEN_LAYOUT] = self._layout_of(producer)
         for use in uses:
             use.read_instead(producer, moved)
-
-    def _layout_of(self, node: fx.Node) -> TokenLayout:
-        """Return the layout of the tokens of a value that is laid out."""
-        tokens = self.tokens_of.proofs_of(fake_value(node)).tokens
-        return TokenLayout.of(self.layout, tokens, self.ctx.ranks)
 
     def _lay_out(self, node: fx.Node) -> None:
         """Rewrite a node on laid out tokens: its constants, its cut, or its gather."""
@@ -316,7 +304,6 @@ class _LaidOut:
                 )
                 where = (self.writer.on, tuple(placements), length, self.layout.value)
                 placed = self.writer.call(cp_place, (constant, *where), like=node)
-            placed.meta[TOKEN_LAYOUT] = self._layout_of(placed)
             self._placed[key] = placed
         return self._placed[key]
 
