@@ -54,6 +54,11 @@ class _Raised:
     kind: str
     text: str
 
+    @property
+    def is_cause(self) -> bool:
+        """False if this rank only says that it has lost another one."""
+        return "by peer" not in self.text
+
 
 class Ranks:
     """The ranks of the process group that runs, or of local processes.
@@ -122,7 +127,7 @@ class Ranks:
                 ended = error
             replies = sorted(Path(folder).glob("rank *"))
             results = [pickle.loads(path.read_bytes()) for path in replies]
-        if ended and not any(isinstance(x, _Raised) for x in results):
+        if ended and not any(isinstance(x, _Raised) and x.is_cause for x in results):
             raise RuntimeError(str(ended)) from ended
         return results
 
@@ -178,10 +183,9 @@ def _values(results: list[Any]) -> list[Any]:
     """Return what all ranks return; raise what the first one has raised."""
     raised = [x for x in results if isinstance(x, _Raised)]
     if raised:
-        # A rank that lost its neighbour says so; what that one says is the cause.
-        causes = [x for x in raised if "Connection closed" not in x.text] or raised
-        kind = getattr(errors, causes[0].kind, None)
+        first = next((x for x in raised if x.is_cause), raised[0])
+        kind = getattr(errors, first.kind, None)
         if kind is not None and kind is not errors.TraceError:
-            raise kind(causes[0].text)
-        raise RuntimeError(f"{causes[0].kind}: {causes[0].text}")
+            raise kind(first.text)
+        raise RuntimeError(f"{first.kind}: {first.text}")
     return results

@@ -5,11 +5,13 @@ In a group that runs, as under torchrun, and by the command, on processes of its
 
 import functools
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -194,6 +196,31 @@ def refused_dropout():
 def test_attention_that_drops_weights_is_refused(pools):
     for text in pools[2].run(refused_dropout, timeout=100):
         assert "drops weights at random" in text and "model.eval()" in text
+
+
+def raised_on_rank_1(program, mesh):
+    if dist.get_rank():
+        raise InputError("only here")
+    dist.barrier()
+
+
+def ended_on_rank_1(program, mesh):
+    if dist.get_rank():
+        os._exit(7)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "said"),
+    [
+        (raised_on_rank_1, InputError, "^only here$"),
+        (ended_on_rank_1, RuntimeError, "process 1 .* exit code 7"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(fn, error, said):
+    program = ComparedProgram(nn.Linear(2, 2), (torch.ones(2),), {}, 1)
+    with pytest.raises(error, match=said):
+        Ranks(2, {}).run(fn, program)
 
 
 def test_the_command_on_processes_of_its_own(tmp_path):
