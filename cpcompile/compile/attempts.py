@@ -39,7 +39,14 @@ from cpcompile.passes.model.masks.constant_buffers import without_changing
 from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from cpcompile.passes.model.sharding.program_outputs import gather_limit
 from cpcompile.passes.pipeline import MODEL, run_passes
-from cpcompile.ranks.agreement import all_gather_text, attempt, check_agreement
+from cpcompile.ranks.agreement import (
+    COMPILE_TIMEOUT_SECONDS,
+    Attempt,
+    all_gather_text,
+    attempt,
+    check_agreement,
+)
+from cpcompile.ranks.text_exchange import Message, exchange
 from cpcompile.settings import setting
 from cpcompile.torch_patches import symbolic_tracing
 

@@ -21,8 +21,7 @@ from cpcompile.apps.verification.steps import (
     results_of,
 )
 from cpcompile.reporting.graph_report import GraphReport, recording
-from cpcompile.reporting.tracing.events import Event
-from cpcompile.reporting.tracing.recorder import WARM_UP_STEPS, Recorder
+from cpcompile.reporting.tracing import WARM_UP_STEPS, own_times, trace_text
 
 
 @dataclass(frozen=True)
@@ -66,19 +65,20 @@ def compute(
 
 def trace(
     program: ComparedProgram, mesh: DeviceMesh, options: Mapping[str, Any]
-) -> tuple[list[Event], tuple[GraphReport, ...]]:
-    """Record one warm step on this rank; return its events and the graphs it ran."""
+) -> tuple[str, str, tuple[GraphReport, ...]]:
+    """Record one warm step; return its trace, a table of its times, and its graphs."""
     options = dict(options) | {"mesh": mesh}
     call = torch.compile(program.model, backend="cp", options=options)
-    recorder = Recorder()
+    profile = torch.profiler.profile(acc_events=True)
     with recording() as reports:
         for step in range(WARM_UP_STEPS + 1):
             reports.clear()
             if step == WARM_UP_STEPS:
                 dist.barrier()
-                recorder.start()
+                profile.start()
             results_of(program, call, 0.0)
-    return recorder.stop(), tuple(reports)
+    profile.stop()
+    return trace_text(profile), own_times(profile), tuple(reports)
 
 
 @contextmanager

@@ -49,14 +49,5 @@ def trace(
     told(show_progress)(f"compile, warm up, record on {world} ranks")
     program = ComparedProgram(model, args, kwargs, 0)
     records = ranks.run(on_rank.trace, program, options)
-    events = tuple(tuple(of_rank) for of_rank, _ in records)
-    reports = records[0][1]
-    calls = sum(call.plan is not None for report in reports for call in report.calls)
-    times = measured(events, calls)
-    note = ""
-    if times is None:
-        note = (
-            "no times stand beside the calls, because ranks ran attention another "
-            f"number of times than there are calls ({calls}), as under checkpointing"
-        )
-    return Trace(events, Explanation(reports, tuple(times or ())), note)
+    texts, (times, *_), (reports, *_) = zip(*records, strict=True)
+    return Trace(texts, Explanation(reports), times)
