@@ -11,6 +11,7 @@ files run whole.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import defaultdict
@@ -103,7 +104,8 @@ def by_value(
 
     Where lines are not recorded, one case of each file stands before all others, and
     the second cheapest function of a file is taken to cover half as much as the
-    cheapest, and so on. So is the n-th case of a function. New functions stand first.
+    cheapest, and so on. So is the n-th case of a function. What is new comes before
+    what is not.
 
     Raises: ValueError for a preferred case that does not exist.
     """
@@ -125,8 +127,8 @@ def by_value(
         is_new = durations.entries is not None and not durations.is_known(function)
         is_first = lines is None and places[file] == 1
         for n, case in enumerate(functions[function], 1):
-            stage = 0 if is_new else 1 if is_first and n == 1 else 2
-            prices[case] = (stage, durations.seconds(case) * n / gain, case)
+            price = durations.seconds(case) * n / gain
+            prices[case] = (not (is_first and n == 1), not is_new, price, case)
     return sorted(prices, key=prices.__getitem__)
 
 
@@ -196,25 +198,31 @@ def part(seconds: Mapping[str, float], which: str) -> set[str]:
     k, n = map(int, which.split("/")) if re.fullmatch(r"\d+/\d+", which) else (0, 0)
     if not 1 <= k <= n:
         raise ValueError(f"got part {which!r}; needed K/N with 1 <= K <= N, as in 2/24")
-    total, before = sum(seconds.values()), 0.0
+    taken = {name: max(own, 0.001) for name, own in seconds.items()}
+    total, before = sum(taken.values()), 0.0
     chosen = set()
-    for name, own in seconds.items():
+    for name, own in taken.items():
         if (k - 1) * total <= n * (before + own / 2) < k * total:
             chosen.add(name)
         before += own
     return chosen
 
 
-def summary(cases: Sequence[str], chosen: set[str], durations: Durations) -> list[str]:
-    """Say what runs, how long it takes, and what has no recorded duration."""
-    functions, every = ({split(x)[0] for x in found} for found in (chosen, cases))
-    seconds = sum(map(durations.seconds, chosen))
+def summary(
+    cases: Sequence[str], chosen: set[str], taken: set[str], durations: Durations
+) -> list[str]:
+    """Say what a lane takes of what is chosen, how long it takes, and what is new."""
+    functions, every = ({split(x)[0] for x in found} for found in (taken, cases))
+    seconds, others = (
+        sum(map(durations.seconds, found)) for found in (taken, {*cases} - chosen)
+    )
     text = (
-        f"{len(chosen)} of {len(cases)} cases, {len(functions)} of {len(every)} test "
-        f"functions, about {seconds:.0f} s"
+        f"{len(taken)} of {len(cases)} cases, {len(functions)} of {len(every)} test "
+        f"functions, about {seconds:.0f} s; the others take an hour each with "
+        f"--all=K/{math.ceil(others / (2 * 3600))}"
     )
     if durations.entries is None:
-        return [f"{text} by guesses: no durations are recorded (tools/test --record)"]
+        return [f"{text}. These are guesses: record durations by tools/test --record"]
     new = sorted(x for x in every if not durations.is_known(x))
     if not new:
         return [text]

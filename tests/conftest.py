@@ -39,13 +39,13 @@ def pytest_collection_modifyitems(
     try:
         guards = case_selection.guards()
         chosen = case_selection.selected(cases, durations, guards, wish, torch)
-        if lane := os.environ.get(LANE, ""):
-            chosen = case_selection.lane(sorted(chosen), durations, lane)
+        which = os.environ.get(LANE, "1/1")
+        taken = case_selection.lane(sorted(chosen), durations, which)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    config.stash[LINES] = case_selection.summary(cases, chosen, durations)
-    config.hook.pytest_deselected(items=[x for x in items if x.nodeid not in chosen])
-    items[:] = [item for item in items if item.nodeid in chosen]
+    config.stash[LINES] = case_selection.summary(cases, chosen, taken, durations)
+    config.hook.pytest_deselected(items=[x for x in items if x.nodeid not in taken])
+    items[:] = [item for item in items if item.nodeid in taken]
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

@@ -72,7 +72,7 @@ def test_tests_of_torch_run_when_torch_changes(torch, runs):
 
 @pytest.mark.parametrize("n", [1, 2, 7, 30])
 def test_parts_are_disjoint_and_take_equally_long(n):
-    seconds = {str(i): 0.1 * (i % 9) for i in range(300)}
+    seconds = {str(i): 0.1 * (i % 9) for i in range(307)}  # the last takes none
     parts = [part(seconds, f"{k}/{n}") for k in range(1, n + 1)]
     assert sorted(x for p in parts for x in p) == sorted(seconds)
     taken = [sum(seconds[x] for x in p) for p in parts]
@@ -91,11 +91,17 @@ def test_a_new_test_runs_and_is_named():
     times = known(A=[BUDGET_SECONDS, 1, {}])
     chosen = selected([A, B], times, {}, torch="2.13.0")
     assert chosen == {B}
-    assert summary([A, B], chosen, times)[1] == (
+    first, second = summary([A, B, C], chosen, chosen, known(A=[4e4, 1, {}]))
+    assert first == (
+        "1 of 3 cases, 1 of 3 test functions, about 0 s; the others take an hour each "
+        "with --all=K/6"
+    )
+    assert second.startswith("2 test functions without a recorded duration")
+    assert summary([A, B], chosen, chosen, times)[1] == (
         f"1 test functions without a recorded duration, which run first, such as {B}; "
         "record them: tools/test --record tests/unit/a.py"
     )
-    assert "no durations are recorded" in summary([A], {A}, Durations())[0]
+    assert "These are guesses" in summary([A], {A}, {A}, Durations())[0]
 
 
 @pytest.mark.parametrize(("named", "left"), [([], [B]), (["tests/x.py"], [A, B])])
