@@ -40,7 +40,15 @@ import coverage
 from tests.case_selection import DURATIONS, Durations, lane, split
 from tools import durations
 from tools.mutants.mutations import AREAS, Mutant, draw, statement
-from tools.results import RESULTS, ROOT, markdown_table, setup, setup_text, write_report
+from tools.results import (
+    RESULTS,
+    ROOT,
+    markdown_table,
+    replace,
+    setup,
+    setup_text,
+    write_report,
+)
 
 HERE = Path(__file__).parent
 COPIED = ("cpcompile", "passes", "tests", "tools", "docs", "pyproject.toml")
@@ -151,36 +159,33 @@ def record_lines(
     tree: Path, state: Path, tests: Sequence[str]
 ) -> dict[str, tuple[float, bool]]:
     """Run all tests once, in two processes; return seconds and outcome of each."""
-    paths = [state / f"outcomes{n}.json" for n in (1, 2)]
-    if not all(path.exists() for path in paths):
+    path = state / "outcomes.json"
+    if not path.exists():
         shutil.rmtree(state / "lines", ignore_errors=True)
         (state / "lines").mkdir()
-        for path in paths:
-            path.unlink(missing_ok=True)
-        with ThreadPoolExecutor(JOBS) as pool:
-            done = list(pool.map(lambda n: _record(tree, state, tests, n), (1, 2)))
-        for code, text in done:
-            print(text[-2000:], flush=True)
-            assert code in (0, 1, 5), "pytest could not run the tests"
-    found = [json.loads(path.read_text()) for path in paths]
-    return {x: (y[0], y[1]) for outcomes in found for x, y in outcomes.items()}
+        with ThreadPoolExecutor(2) as pool:
+            halves = list(pool.map(lambda n: _record(tree, state, tests, n), (1, 2)))
+        replace(path, json.dumps({x: y for half in halves for x, y in half.items()}))
+    return {x: (y[0], y[1]) for x, y in json.loads(path.read_text()).items()}
 
 
 def _record(
     tree: Path, state: Path, tests: Sequence[str], n: int
-) -> tuple[int | None, str]:
+) -> dict[str, tuple[float, bool]]:
     taken = lane(tests, Durations.read(), f"{n}/2")
     if not taken:
-        (state / f"outcomes{n}.json").write_text("{}")
-        return 0, ""
-    names = state / f"tests{n}.txt"
+        return {}
+    names, outcomes = state / f"tests{n}.txt", state / f"outcomes{n}.json"
     names.write_text("\n".join(x for x in tests if x in taken))
-    return pytest(
+    code, text = pytest(
         tree,
         ["--timeout=1200", f"@{names}"],
         CPCOMPILE_LINES=str(state / "lines"),
-        CPCOMPILE_OUTCOMES=str(state / f"outcomes{n}.json"),
+        CPCOMPILE_OUTCOMES=str(outcomes),
     )
+    print(text[-2000:], flush=True)
+    assert code in (0, 1), "pytest could not run the tests"
+    return dict(json.loads(outcomes.read_text()))
 
 
 def read_lines(tree: Path, state: Path) -> Lines:
