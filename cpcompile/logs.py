@@ -23,6 +23,10 @@ class _Warnings:
             if not self._is_collecting:
                 log.warning("%s", message)
 
+    def mentions(self, text: str) -> bool:
+        """Tell whether a warning that was met has this text in it."""
+        return any(text in message for message in self._met)
+
     def cache_clear(self) -> None:
         """Start anew, as in another process."""
         self._met.clear()

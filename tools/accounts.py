@@ -16,9 +16,13 @@ import torch
 import torch.nn as nn
 
 import cpcompile as cp
-from cpcompile.accounting.graph_account import GraphAccount, GraphDirection, Purpose
-from cpcompile.apps.checking.fake_ranks import fake_ranks
-from cpcompile.reporting.account_lines import work_ratio
+from cpcompile.accounting.graph_account import (
+    Account,
+    GraphAccount,
+    GraphDirection,
+    Purpose,
+)
+from cpcompile.apps.checking.fake_step import fake_ranks
 from cpcompile.reporting.graph_report import recording
 from tests.models.case import VOCABULARY, Case, without_dropout
 from tests.models.families.decoders import GROUPED, default
@@ -112,7 +116,7 @@ def row(name: str, tokens: int, accounts: Sequence[GraphAccount]) -> Row:
     largest = max(values, key=lambda x: x.bytes, default=None)
     known = received(Purpose.ATTENTION, Purpose.GRADIENT, Purpose.VALUE, Purpose.RESULT)
     ratios = [
-        work_ratio(x for x in accounts if x.direction is direction)
+        Account(accounts).work(direction).ratio
         for direction in (GraphDirection.FORWARD, GraphDirection.BACKWARD)
     ]
     return Row(

@@ -1,9 +1,18 @@
-"""The account of one compiled graph, as data."""
+"""The account of a program, as data: what its ranks exchange, and who does the work.
+
+An `Account` is made once, from the local graphs of forward and backward. `cp.explain`,
+`cp.check` and the warnings are views of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Row = TypeVar("Row", "Exchange", "LineWork")
 
 
 class GraphDirection(Enum):
@@ -155,3 +164,61 @@ class GraphAccount:
         for join in self.joined:
             counts[join.kind] -= join.calls - join.buckets
         return counts
+
+
+@dataclass(frozen=True)
+class Account:
+    """The account of a program, or of a part of it: of several graphs together."""
+
+    graphs: Sequence[GraphAccount]
+
+    def exchanges(self, *purposes: Purpose) -> list[Exchange]:
+        """Return what is sent for these purposes, or for all, the largest first."""
+        rows = (x for graph in self.graphs for x in graph.exchanges)
+        chosen = (x for x in rows if not purposes or x.purpose in purposes)
+        return sorted(chosen, key=lambda x: -x.bytes)
+
+    def received(self, *purposes: Purpose) -> int:
+        """Return the bytes that a rank receives for these purposes, or for all."""
+        return sum(x.bytes for x in self.exchanges(*purposes))
+
+    def work(self, direction: GraphDirection | None = None) -> Work:
+        """Return the work of all graphs, or of those of a direction, as one.
+
+        Lines are added up, and without those whose work every rank does by a plan.
+        """
+        works = [x.work for x in self.graphs if direction in (None, x.direction)]
+        ranks = max((x.ranks for x in works), default=1)
+        rows = (row for work in works for row in work.repeated if not row.planned)
+        lines = map(total, grouped(rows, lambda x: x.line))
+        return Work(
+            flops=sum(x.flops for x in works),
+            whole_flops=sum(x.whole_flops for x in works),
+            ranks=ranks,
+            repeated=tuple(sorted(lines, key=lambda x: -x.repeated_flops(ranks))),
+            uncounted=tuple(dict.fromkeys(x for y in works for x in y.uncounted)),
+        )
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that forwards save for backwards on this rank."""
+        return sum(graph.saved_bytes for graph in self.graphs)
+
+
+def grouped(rows: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """Group rows by a key, in the order in which the keys come first."""
+    groups: dict[Hashable, list[T]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.values())
+
+
+def total(rows: Sequence[Row]) -> Row:
+    """Add up the numbers of rows; all else is as in the first."""
+    sums: dict[str, Any] = {}
+    for field in fields(rows[0]):
+        values = [getattr(x, field.name) for x in rows]
+        if isinstance(values[0], int | float):
+            add = any if isinstance(values[0], bool) else sum
+            sums[field.name] = add(values)
+    return replace(rows[0], **sums)

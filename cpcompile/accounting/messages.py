@@ -16,12 +16,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.accounting.calls import arguments_of
 from cpcompile.accounting.graph_account import Kind
-from cpcompile.accounting.named_arguments import arguments_of
 from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Chunks, Layout
 from cpcompile.geometry.mask_cache import is_cached
-from cpcompile.geometry.tensor_sizes import bytes_of, elements_of, size_in_call
+from cpcompile.geometry.tensor_sizes import bytes_of, shape_of
 from cpcompile.ops.attention_spec import AttentionInputs, AttentionSpec
 from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.comm.communication import group_by_name
@@ -37,6 +37,10 @@ from cpcompile.torch_private.dispatch_modes import disable_current_modes
 from cpcompile.torch_private.fake_tensors import detect_fake_mode
 
 Arguments = Mapping[str, Any]
+Formula = Callable[[Arguments, int, int], int | None]
+"""Bytes that a rank receives: of arguments, ranks, this rank; None without message."""
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -52,21 +56,18 @@ class Sent:
 def sent_by(node: fx.Node) -> list[Sent]:
     """Return what a call exchanges when it runs once; [] if it exchanges nothing."""
     target: Any = node.target
-    if getattr(target, "namespace", None) == "_c10d_functional":
-        name = target._opname
-        formula = _COLLECTIVES.get(name)
-        if formula is None:
-            return []
-        arguments = arguments_of(node)
-        ranks = group_by_name(arguments["group_name"]).size()
-        return [formula(arguments, ranks)] if ranks > 1 else []
-    if not communicates(target):
+    is_torchs = getattr(target, "namespace", None) == "_c10d_functional"
+    if not communicates(target) and not (is_torchs and target._opname in _COLLECTIVES):
         return []
-    arguments = arguments_of(node)
-    pg = group_by_name(arguments["group"])
+    pg = group_by_name(group_of(node))
     if pg.size() == 1:
         return []
-    return _OPERATORS[target._opname](arguments, pg.size(), pg.rank())
+    arguments, ranks = arguments_of(node), pg.size()
+    if target._opname in _SEVERAL:
+        return _SEVERAL[target._opname](arguments, ranks)
+    kind, formula = _COLLECTIVES[target._opname]
+    size = formula(arguments, ranks, pg.rank())
+    return [] if size is None else [Sent(kind, 1, size)]
 
 
 def group_of(node: fx.Node) -> str:
@@ -75,51 +76,58 @@ def group_of(node: fx.Node) -> str:
     return str(arguments.get("group_name", arguments.get("group")))
 
 
-def _all_gather(arguments: Arguments, ranks: int) -> Sent:
-    return Sent(Kind.ALL_GATHER, 1, (ranks - 1) * bytes_of(arguments["input"]))
+def _entry(x: Tensor, dim: int) -> int:
+    """Return the bytes of one entry of a dimension, such as of a token."""
+    sizes = shape_of(x)
+    return math.prod(n for d, n in enumerate(sizes) if d != dim) * x.dtype.itemsize
 
 
-def _all_reduce(arguments: Arguments, ranks: int) -> Sent:
-    size = bytes_of(arguments["input"])
-    return Sent(Kind.ALL_REDUCE, 1, 2 * size * (ranks - 1) // ranks)
+def _packed(arguments: Arguments, tokens: Any) -> int:
+    """Return the number of elements of keys and values that travel together."""
+    (B, G, _, D), (*_, E) = shape_of(arguments["k"]), shape_of(arguments["v"])
+    return B * G * int(tokens) * (D + E)
 
 
-def _reduce_scatter(arguments: Arguments, ranks: int) -> Sent:
-    size = bytes_of(arguments["input"])
-    return Sent(Kind.REDUCE_SCATTER, 1, size * (ranks - 1) // ranks)
+def _rows_of_all_to_all(arguments: Arguments, ranks: int, rank: int) -> int:
+    rows = [int(n) for n in arguments["output_split_sizes"]]
+    return (sum(rows) - rows[rank]) * _entry(arguments["input"], 0)
 
 
-def _all_to_all(arguments: Arguments, ranks: int) -> Sent:
-    x, rank = arguments["input"], group_by_name(arguments["group_name"]).rank()
-    rows = [size_in_call(n) for n in arguments["output_split_sizes"]]
-    row = bytes_of(x) // max(size_in_call(x.shape[0]), 1)
-    return Sent(Kind.ALL_TO_ALL, 1, (sum(rows) - rows[rank]) * row)
+def _keys(arguments: Arguments, ranks: int, rank: int = 0) -> int | None:
+    if AttentionSpec.of_text(arguments["spec"]).whole_keys:
+        return None
+    count = _packed(arguments, Chunks(arguments["sizes"][1], ranks).size)
+    return (ranks - 1) * count * int(arguments["k"].dtype.itemsize)
 
 
-def _broadcast(arguments: Arguments, ranks: int) -> Sent:
-    return Sent(Kind.BROADCAST, 1, bytes_of(arguments["input"]))
+def _keys_and_gradients(arguments: Arguments, ranks: int) -> list[Sent]:
+    gathered = _keys(arguments, ranks)
+    if gathered is None:
+        return []
+    dtype = arguments["k"].dtype
+    summed = gathered // dtype.itemsize * accumulation_dtype(dtype).itemsize
+    return [Sent(Kind.ALL_GATHER, 1, gathered), Sent(Kind.REDUCE_SCATTER, 1, summed)]
 
 
-_COLLECTIVES: dict[str, Callable[[Arguments, int], Sent]] = {
-    "all_gather_into_tensor": _all_gather,
-    "all_reduce": _all_reduce,
-    "reduce_scatter_tensor": _reduce_scatter,
-    "all_to_all_single": _all_to_all,
-    "broadcast": _broadcast,
-}
+def _partial_results(arguments: Arguments, ranks: int, rank: int) -> int:
+    """Count the result of a rank's keys, and a logarithm of a sum, of each query."""
+    q, v = arguments["q"], arguments["v"]
+    rows = math.prod(shape_of(q)[:-1])
+    itemsize = accumulation_dtype(q.dtype).itemsize
+    return (ranks - 1) * rows * (shape_of(v)[-1] + 1) * itemsize
 
 
-def _ring(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+def _ring(arguments: Arguments, ranks: int) -> list[Sent]:
     ring, at_most = _ring_of(arguments, "forward")
-    chunk = _chunk(ring, arguments)
-    shifts, size = ring.steps - 1, chunk * arguments["k"].dtype.itemsize
+    size = _packed(arguments, ring.keys.padded) * arguments["k"].dtype.itemsize
+    shifts = ring.steps - 1
     return [Sent(Kind.MESSAGE, 2 * shifts, shifts * size, at_most)]
 
 
-def _ring_backward(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+def _ring_backward(arguments: Arguments, ranks: int) -> list[Sent]:
     """Count keys and values as in the forward, and gradients once more, to go home."""
     ring, at_most = _ring_of(arguments, "backward")
-    chunk, dtype = _chunk(ring, arguments), arguments["k"].dtype
+    chunk, dtype = _packed(arguments, ring.keys.padded), arguments["k"].dtype
     shifts = ring.steps - 1
     homeward = ring.steps if shifts else 0
     size = shifts * dtype.itemsize + homeward * accumulation_dtype(dtype).itemsize
@@ -142,192 +150,120 @@ def _ring_of(arguments: Arguments, direction: str) -> tuple[Ring, bool]:
         return under_mask(ring, q, kernel), False
 
 
-def _chunk(ring: Ring, arguments: Arguments) -> int:
-    """Return the number of elements of keys and values that travel together."""
-    B, G, _, D = (size_in_call(n) for n in arguments["k"].shape)
-    E = size_in_call(arguments["v"].shape[-1])
-    return B * G * size_in_call(ring.keys.padded) * (D + E)
+def _heads_scattered(arguments: Arguments, ranks: int, rank: int) -> int:
+    heads = [shape_of(x)[1] for x in arguments["tensors"]]
+    counts = [HeadSplit(heads[0], n, ranks).kv_per_rank for n in heads]
+    return _heads(arguments, counts, ranks)
 
 
-def _packed(arguments: Arguments, ranks: int) -> int:
-    """Return the number of elements of a chunk of keys and values as it is gathered."""
-    B, G, _, D = (size_in_call(n) for n in arguments["k"].shape)
-    size = size_in_call(Chunks(arguments["sizes"][1], ranks).size)
-    return B * G * size * (D + size_in_call(arguments["v"].shape[-1]))
+def _heads_gathered(arguments: Arguments, ranks: int, rank: int) -> int:
+    return _heads(arguments, [shape_of(x)[1] for x in arguments["tensors"]], ranks)
 
 
-def _gathered_keys(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    if AttentionSpec.of_text(arguments["spec"]).whole_keys:
-        return []
-    size = _packed(arguments, ranks) * arguments["k"].dtype.itemsize
-    return [Sent(Kind.ALL_GATHER, 1, (ranks - 1) * size)]
-
-
-def _gathered_keys_backward(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    gathered = _gathered_keys(arguments, ranks, rank)
-    if not gathered:
-        return []
-    itemsize = accumulation_dtype(arguments["k"].dtype).itemsize
-    size = _packed(arguments, ranks) * itemsize
-    return [
-        *gathered,
-        Sent(Kind.REDUCE_SCATTER, 1, (ranks - 1) * size),
-    ]
-
-
-def _split_keys(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    q, v = arguments["q"], arguments["v"]
-    rows = elements_of(q) // max(size_in_call(q.shape[-1]), 1)
-    itemsize = accumulation_dtype(q.dtype).itemsize
-    size = rows * (size_in_call(v.shape[-1]) + 1) * itemsize
-    return [Sent(Kind.ALL_GATHER, 1, (ranks - 1) * size)]
-
-
-def _scattered_heads(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    tensors = arguments["tensors"]
-    heads = size_in_call(tensors[0].shape[1])
-    places = [
-        HeadSplit(heads, size_in_call(x.shape[1]), ranks).kv_per_rank for x in tensors
-    ]
-    return _exchanged(arguments, places, ranks)
-
-
-def _gathered_heads(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    places = [size_in_call(x.shape[1]) for x in arguments["tensors"]]
-    return _exchanged(arguments, places, ranks)
-
-
-def _in_groups(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    """Count what a group of heads sends when its exchange starts."""
-    tensors = arguments["tensors"]
-    row = size_in_call(tensors[0].shape[0]) * sum(
-        block.split(ranks).kv_per_rank
-        * size_in_call(block.size)
-        * size_in_call(block.dim)
-        for block in HeadBlock.read(arguments["blocks"])
-    )
-    size = (ranks - 1) * row * tensors[0].dtype.itemsize
-    return [Sent(Kind.ALL_TO_ALL, 1, size)]
-
-
-def _finished(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    return []
-
-
-def _exchanged(arguments: Arguments, heads: list[int], ranks: int) -> list[Sent]:
+def _heads(arguments: Arguments, counts: list[int], ranks: int) -> int:
     """Count one row of the buffer from every other rank."""
     tensors, sizes = arguments["tensors"], arguments["sizes"]
     row = sum(
-        size_in_call(x.shape[0]) * count * size_in_call(size) * size_in_call(x.shape[3])
-        for x, count, size in zip(tensors, heads, sizes, strict=True)
+        shape_of(x)[0] * count * int(size) * shape_of(x)[3]
+        for x, count, size in zip(tensors, counts, sizes, strict=True)
     )
-    size = (ranks - 1) * row * tensors[0].dtype.itemsize
-    return [Sent(Kind.ALL_TO_ALL, 1, size)]
+    return (ranks - 1) * row * int(tensors[0].dtype.itemsize)
 
 
-def _halo(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    return _of_neighbours(arguments["x"], arguments, ranks, rank, back=False)
+def _heads_in_groups(arguments: Arguments, ranks: int, rank: int) -> int:
+    """Count what a group of heads sends when its exchange starts."""
+    first = arguments["tensors"][0]
+    row = sum(
+        block.split(ranks).kv_per_rank * int(block.size) * int(block.dim)
+        for block in HeadBlock.read(arguments["blocks"])
+    )
+    return (ranks - 1) * shape_of(first)[0] * row * int(first.dtype.itemsize)
 
 
-def _halo_backward(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    return _of_neighbours(arguments["grad"], arguments, ranks, rank, back=True)
+def _halo(name: str, back: bool = False) -> Formula:
+    def received(arguments: Arguments, ranks: int, rank: int) -> int:
+        halo = arguments["before"], arguments["after"]
+        chunks = Chunks(arguments["length"], ranks)
+        count = tokens_received(chunks, rank, halo, back)
+        return count * _entry(arguments[name], arguments["dim"])
+
+    return received
 
 
-def _of_neighbours(
-    x: Tensor, arguments: Arguments, ranks: int, rank: int, back: bool
-) -> list[Sent]:
-    chunks = Chunks(arguments["length"], ranks)
-    halo = arguments["before"], arguments["after"]
-    token = bytes_of(x) // max(size_in_call(x.shape[arguments["dim"]]), 1)
-    count = tokens_received(chunks, rank, halo, back)
-    return [Sent(Kind.ALL_TO_ALL, 1, count * token)]
+def _pieces(name: str, back: bool = False) -> Formula:
+    def received(arguments: Arguments, ranks: int, rank: int) -> int | None:
+        names = ("lengths", "layouts", "pieces", "length")
+        with disable_current_modes():
+            lengths, layouts, pieces, length = (arguments[x] for x in names)
+            move = plan(lengths, layouts, pieces, length, ranks, rank, _HOST)
+        if move.is_local:
+            return None
+        x = arguments[name] if back else arguments[name][0]
+        count = sum(move.sent if back else move.received)
+        return int(count * _entry(x, arguments["dim"]))
+
+    return received
 
 
-def _moved(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    return _of_pieces(arguments["xs"][0], arguments, ranks, rank, back=False)
-
-
-def _moved_back(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    return _of_pieces(arguments["grad"], arguments, ranks, rank, back=True)
-
-
-def _of_pieces(
-    x: Tensor, arguments: Arguments, ranks: int, rank: int, back: bool
-) -> list[Sent]:
-    names = ("lengths", "layouts", "pieces", "length")
-    lengths, layouts, pieces, length = (arguments[name] for name in names)
-    with disable_current_modes():
-        move = plan(
-            [*map(size_in_call, lengths)],
-            layouts,
-            [*map(size_in_call, pieces)],
-            size_in_call(length),
-            ranks,
-            rank,
-            torch.device("cpu"),
-        )
-    if move.is_local:
-        return []
-    sizes = [size_in_call(n) for d, n in enumerate(x.shape) if d != arguments["dim"]]
-    token = math.prod(sizes) * x.dtype.itemsize
-    return [Sent(Kind.ALL_TO_ALL, 1, sum(move.sent if back else move.received) * token)]
-
-
-def _relaid(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    x, dim = arguments["x"], arguments["dim"]
+def _relaid(arguments: Arguments, ranks: int, rank: int) -> int | None:
     before, after = Layout(arguments["source"]), Layout(arguments["target"])
     if before is after:
-        return []
-    length = size_in_call(arguments["length"])
+        return None
     with disable_current_modes():
-        host = torch.device("cpu")
-        moved = share(after, before, length, ranks, rank, host).moves.numel()
-    token = bytes_of(x) // max(size_in_call(x.shape[dim]), 1)
-    return [Sent(Kind.ALL_TO_ALL, 1, moved * token)]
+        shared = share(after, before, arguments["length"], ranks, rank, _HOST)
+    return shared.moves.numel() * _entry(arguments["x"], arguments["dim"])
 
 
-def _other_dim(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+def _other_dim(arguments: Arguments, ranks: int, rank: int) -> int:
+    """Count the rows of all other ranks, of this rank's columns."""
+    x, dims = arguments["x"], (arguments["source"], arguments["target"])
     rows = Chunks(arguments["source_size"], ranks)
-    columns = Chunks(arguments["target_size"], ranks)
-    others = size_in_call(rows.length) - size_in_call(rows.count(rank))
-    sizes = map(size_in_call, arguments["x"].shape)
-    entries = math.prod(
-        n
-        for d, n in enumerate(sizes)
-        if d not in (arguments["source"], arguments["target"])
+    columns = Chunks(arguments["target_size"], ranks).count(rank)
+    others = math.prod(n for d, n in enumerate(shape_of(x)) if d not in dims)
+    count = others * (rows.length - rows.count(rank)) * columns
+    return int(count) * int(x.dtype.itemsize)
+
+
+def _gathers(*names: str) -> Formula:
+    return lambda arguments, ranks, rank: (
+        (ranks - 1) * bytes_of([arguments[name] for name in names])
     )
-    count = entries * others * size_in_call(columns.count(rank))
-    return [Sent(Kind.ALL_TO_ALL, 1, count * arguments["x"].dtype.itemsize)]
 
 
-def _states(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    size = bytes_of(arguments["part"]) + bytes_of(arguments["decay"])
-    return [Sent(Kind.ALL_GATHER, 1, (ranks - 1) * size)]
-
-
-def _states_backward(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    size = bytes_of(arguments["grad_first"]) + bytes_of(arguments["grad_last"])
-    return [Sent(Kind.ALL_GATHER, 1, (ranks - 1) * size)]
-
-
-_OPERATORS: dict[str, Callable[[Arguments, int, int], list[Sent]]] = {
-    "dim_exchange": _other_dim,
-    "passed_states": _states,
-    "passed_states_backward": _states_backward,
+# Operators that send one message, and how many bytes a rank receives by it.
+_COLLECTIVES: dict[str, tuple[Kind, Formula]] = {
+    "all_gather_into_tensor": (Kind.ALL_GATHER, _gathers("input")),
+    "all_reduce": (
+        Kind.ALL_REDUCE,
+        lambda arguments, n, rank: 2 * bytes_of(arguments["input"]) * (n - 1) // n,
+    ),
+    "reduce_scatter_tensor": (
+        Kind.REDUCE_SCATTER,
+        lambda arguments, n, rank: bytes_of(arguments["input"]) * (n - 1) // n,
+    ),
+    "all_to_all_single": (Kind.ALL_TO_ALL, _rows_of_all_to_all),
+    "broadcast": (
+        Kind.BROADCAST, lambda arguments, n, rank: bytes_of(arguments["input"]),
+    ),
+    "dim_exchange": (Kind.ALL_TO_ALL, _other_dim),
+    "passed_states": (Kind.ALL_GATHER, _gathers("part", "decay")),
+    "passed_states_backward": (Kind.ALL_GATHER, _gathers("grad_first", "grad_last")),
+    "all_gather_attention": (Kind.ALL_GATHER, _keys),
+    "split_kv_attention": (Kind.ALL_GATHER, _partial_results),
+    "ulysses_scatter": (Kind.ALL_TO_ALL, _heads_scattered),
+    "ulysses_gather": (Kind.ALL_TO_ALL, _heads_gathered),
+    "ulysses_scatter_start": (Kind.ALL_TO_ALL, _heads_in_groups),
+    "ulysses_gather_start": (Kind.ALL_TO_ALL, _heads_in_groups),
+    "ulysses_scatter_finish": (Kind.ALL_TO_ALL, lambda *what: None),
+    "ulysses_gather_finish": (Kind.ALL_TO_ALL, lambda *what: None),
+    "moved_tokens": (Kind.ALL_TO_ALL, _pieces("xs")),
+    "moved_tokens_backward": (Kind.ALL_TO_ALL, _pieces("grad", back=True)),
+    "halo_exchange": (Kind.ALL_TO_ALL, _halo("x")),
+    "halo_exchange_backward": (Kind.ALL_TO_ALL, _halo("grad", back=True)),
+    "relayout": (Kind.ALL_TO_ALL, _relaid),
+}  # fmt: skip
+_SEVERAL: dict[str, Callable[[Arguments, int], list[Sent]]] = {
     "ring_attention": _ring,
     "ring_attention_backward": _ring_backward,
-    "all_gather_attention": _gathered_keys,
-    "all_gather_attention_backward": _gathered_keys_backward,
-    "split_kv_attention": _split_keys,
-    "ulysses_scatter": _scattered_heads,
-    "ulysses_gather": _gathered_heads,
-    "ulysses_scatter_start": _in_groups,
-    "ulysses_gather_start": _in_groups,
-    "ulysses_scatter_finish": _finished,
-    "ulysses_gather_finish": _finished,
-    "moved_tokens": _moved,
-    "moved_tokens_backward": _moved_back,
-    "halo_exchange": _halo,
-    "halo_exchange_backward": _halo_backward,
-    "relayout": _relaid,
+    "all_gather_attention_backward": _keys_and_gradients,
 }

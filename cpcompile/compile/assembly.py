@@ -35,8 +35,7 @@ from cpcompile.passes.model.masks.constant_buffers import freeze_buffers
 from cpcompile.progress import phase
 from cpcompile.reporting.graph_report import GraphReport, record
 from cpcompile.reporting.lost_parallelism import warn_about_losses
-from cpcompile.reporting.repeated_work import warn_about_accounts
-from cpcompile.reporting.tracing import step_recorder
+from cpcompile.reporting.tracing.recorder import step_recorder
 from cpcompile.settings import setting
 
 log = logging.getLogger(__name__)
@@ -84,7 +83,6 @@ def assemble(
     )
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report, frame.nested)
-    warn_about_accounts(report)
     warn_of_no_tiles(options, tiling, frame.name)
     warn_of_budget(saving)
     warn_of_late_gradients(ctx, frame.name)

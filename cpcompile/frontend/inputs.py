@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from cpcompile.accounting.exchanges import Inputs
+from cpcompile.accounting.calls import line_of
 from cpcompile.accounting.graph_account import Line
-from cpcompile.accounting.lines import line_of
+from cpcompile.accounting.read import Inputs
 from cpcompile.cost.plans import Strategy
 from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame, argument_path, state_name

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from cpcompile import config
-from cpcompile.accounting.graph_account import Exchange, GraphDirection
+from cpcompile.accounting.graph_account import (
+    Account,
+    Exchange,
+    GraphDirection,
+    Purpose,
+    grouped,
+    total,
+)
 from cpcompile.cost.plain_data import to_json
 from cpcompile.cost.plans import Plan
 from cpcompile.cost.plans.tables import (
@@ -16,24 +23,29 @@ from cpcompile.cost.plans.tables import (
     milliseconds,
     text_table,
 )
-from cpcompile.errors import InputError
-from cpcompile.reporting.account_lines import (
-    exchange_lines,
-    work_lines,
-    work_ratio,
+from cpcompile.reporting.graph_report import (
+    CallReport,
+    GraphReport,
+    account_of,
+    recording,
 )
-from cpcompile.reporting.graph_report import CallReport, GraphReport, recording
 from cpcompile.reporting.plan_facts import candidate_notes
+from cpcompile.reporting.tracing.measured import Measured
+from cpcompile.reporting.ways_out import MEBIBYTE
 
 _HEADER = (
     *("attention", "q", "k/v", "mask", "layout", "strategy", "ranks", "kernel"),
-    *("ms", "exposed", "runner-up", "excluded"),
+    *("ms", "exposed"),
 )
 _BY_HAND = {
     "batch": "attention by hand, own entries of the batch",
     "rows": "attention by hand, rows of own queries",
     None: "attention by hand, on every rank",
 }
+_ROWS = 12  # of what a graph exchanges; the rest is summed up
+_REPEATED = 4  # lines of a graph that repeat work
+_NAMED = (Purpose.GRADIENT, Purpose.PARAMETER)
+_EXCHANGES = ("received", "how", "for", "MiB", "messages", "line")
 
 
 @dataclass(frozen=True)
@@ -48,15 +60,14 @@ class Explanation:
         return tuple(call for graph in self.graphs for call in graph.calls)
 
     @property
+    def account(self) -> Account:
+        """The account of all graphs, forward and backward."""
+        return account_of(self.graphs)
+
+    @property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Exchanges of all graphs, forward and backward, the largest first."""
-        rows = (
-            exchange
-            for graph in self.graphs
-            for account in graph.accounts
-            for exchange in account.exchanges
-        )
-        return tuple(sorted(rows, key=lambda x: -x.bytes))
+        return tuple(self.account.exchanges())
 
     def work_ratio(self, direction: GraphDirection | None = None) -> float:
         """Return this rank's operations times the number of ranks, over one device's.
@@ -65,26 +76,29 @@ class Explanation:
         number if each does all of it. Products, convolutions and attention count.
         direction: None for both directions together.
         """
-        return work_ratio(
-            account
-            for graph in self.graphs
-            for account in graph.accounts
-            if direction in (None, account.direction)
-        )
+        return self.account.work(direction).ratio
 
     def __str__(self) -> str:
         if not self.graphs:
             return 'no graph compiled by backend="cp" ran in this call'
         blocks = []
-        for graph in self.graphs:
+        for graph, measured in self._graphs():
+            rows, notes = _rows(graph, measured)
             blocks.append(graph.summary())
-            rows, notes = _rows(graph)
-            if rows:
-                blocks.append(text_table([_HEADER, *rows]))
+            blocks += [text_table([self._header(), *rows])] * bool(rows)
             blocks += [f"  {note}" for note in notes]
-            blocks += work_lines(graph.accounts)
-            blocks += exchange_lines(graph.accounts)
+            blocks += [*_work_lines(graph.account), *_exchange_lines(graph.account)]
         return "\n".join(blocks)
+
+    def _header(self) -> tuple[str, ...]:
+        measured = ("measured", "exposed") if self.measured else ()
+        return (*_HEADER, *measured, "runner-up", "excluded")
+
+    def _graphs(self) -> Iterator[tuple[GraphReport, Iterator[Measured] | None]]:
+        """Yield every graph with what was measured of calls, to be taken in order."""
+        remaining = iter(self.measured) if self.measured else None
+        for graph in self.graphs:
+            yield graph, remaining
 
     def to_json(self) -> str:
         """Return all graphs, calls, plans and candidates; see cost.plain_data."""
@@ -98,18 +112,30 @@ class Explanation:
         a plan, ImportError without matplotlib, naming the extra.
         """
         # Pictures are optional, and slow to import.
-        from cpcompile.reporting.drawing import draw
 
-        paths: dict[Plan, list[str]] = {}
-        for call in self.calls:
-            if call.plan is not None:
-                paths.setdefault(call.plan, []).append(call.path)
-        if not paths:
-            raise InputError(
-                f"Explanation.draw: {path}: none of {len(self.calls)} attention calls "
-                "has a plan; needed one that is shared out"
+        groups: dict[Plan, list[str]] = {}
+        rows: list[tuple[str, ...]] = []
+        lines: list[str] = []
+        for graph, measured in self._graphs():
+            graph_rows, notes = _rows(graph, measured)
+            rows += graph_rows
+            lines += [graph.summary(), *notes]
+            lines += [*_work_lines(graph.account), *_exchange_lines(graph.account)]
+            for call in graph.calls:
+                if call.plan is not None:
+                    groups.setdefault(call.plan, []).append(call.path)
+        sections = [
+            Section(
+                title=f"{plan.chosen.label}: {_how_many(paths)}",
+                plan=plan,
+                calls=tuple(paths),
+                layers=len(paths),
             )
-        draw(Path(path), {_how_many(calls): plan for plan, calls in paths.items()})
+            for plan, paths in groups.items()
+        ]
+        lines = lines or [str(self)]
+        table = Table(self._header(), tuple(rows)) if rows else None
+        return page("cpcompile: attention calls", lines, table, sections)
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -133,7 +159,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def _rows(graph: GraphReport) -> tuple[list[tuple[str, ...]], list[str]]:
     """Return a row per call, and notes: profiles, exclusions, what is gathered."""
     reasons: dict[str, int] = {}
-    rows = [_row(call, reasons) for call in graph.calls]
+    rows = []
+    for call in graph.calls:
+        times: tuple[str, ...] = ()
+        if measured is not None:
+            x = next(measured) if call.plan else None
+            seconds = (x.seconds, x.exposed_seconds) if x else (None, None)
+            times = tuple(map(milliseconds, seconds))
+        rows.append(_row(call, times, reasons))
     plans = [call.plan for call in graph.calls if call.plan is not None]
     notes = graph.edges()
     notes += [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
@@ -151,7 +184,9 @@ def _rows(graph: GraphReport) -> tuple[list[tuple[str, ...]], list[str]]:
     return rows, notes
 
 
-def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
+def _row(
+    call: CallReport, times: tuple[str, ...], reasons: dict[str, int]
+) -> tuple[str, ...]:
     """Return the row of a call; `reasons` numbers the exclusions of all, and grows."""
     shapes = (
         call.path,
@@ -161,8 +196,8 @@ def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
     )
     plan = call.plan
     if plan is None:
-        why = call.reason or ""
-        return (*shapes, "", call.form or "not rewritten", "", "", "", "", "", why)
+        form, why = call.form or "not rewritten", call.reason or ""
+        return (*shapes, "", form, "", "", "", "", *times, "", why)
     numbers = [reasons.setdefault(n, len(reasons) + 1) for n in candidate_notes(plan)]
     return (
         *shapes,
@@ -172,6 +207,7 @@ def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
         call.kernel or "",
         milliseconds(plan.chosen.seconds),
         milliseconds(plan.chosen.exposed_seconds),
+        *times,
         plan.runner_up_text(config.tie_fraction),
         " ".join(f"[{number}]" for number in numbers),
     )
@@ -179,3 +215,65 @@ def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
 
 def _how_many(paths: list[str]) -> str:
     return f"{len(paths)} calls" if len(paths) > 1 else paths[0]
+
+
+def _exchange_lines(account: Account) -> list[str]:
+    """Return what a graph exchanges, in lines; none for one that exchanges nothing.
+
+    A line of the program is a row; all gradients are one, and all parameters.
+    """
+    rows = grouped(
+        account.exchanges(),
+        lambda x: (
+            *(x.direction, x.kind, x.purpose),
+            None if x.purpose in _NAMED else x.line,
+        ),
+    )
+    rows.sort(key=lambda group: -total(group).bytes)
+    if not rows:
+        return []
+    shown = [_EXCHANGES, *map(_exchange_row, rows[:_ROWS])]
+    lines = text_table(shown, indent="    ").splitlines()
+    if rest := [x for group in rows[_ROWS:] for x in group]:
+        size = total(rest).bytes / MEBIBYTE
+        lines.append(f"    and {len(rest)} more, {size:.3f} MiB")
+    lines += [
+        f"    {join.calls} of the {join.kind.value}s of the {join.direction.value} "
+        f"travel in {join.buckets} {'buckets' if join.buckets > 1 else 'bucket'}"
+        for graph in account.graphs
+        for join in graph.joined
+    ]
+    return ["  exchanged, in bytes that this rank receives:", *lines]
+
+
+def _exchange_row(group: list[Exchange]) -> tuple[str, ...]:
+    row = total(group)
+    place = str(row.line) + (f" ({row.calls} calls)" if row.calls > 1 else "")
+    what = row.purpose.value
+    if row.purpose in _NAMED:
+        what = f"{len(group)} {what}s" if len(group) > 1 else what
+        place = row.what + (f", {group[1].what}, ..." if len(group) > 1 else "")
+    return (
+        row.direction.value,
+        row.kind.value,
+        what,
+        f"{row.bytes / MEBIBYTE:.3f}",
+        f"at most {row.messages}" if row.at_most else str(row.messages),
+        place,
+    )
+
+
+def _work_lines(account: Account) -> list[str]:
+    """Return lines: how a graph's work is shared out, and what is computed again."""
+    graphs = [graph for graph in account.graphs if graph.work.whole_flops]
+    if not graphs:
+        return []
+    ratios = ", ".join(f"{x.work.ratio:.2f} in the {x.direction.value}" for x in graphs)
+    ranks = account.work().ranks
+    repeated = [
+        f"    {graph.direction.value}: {line.line}, {line.what}: "
+        f"{line.repeated_flops(ranks) / graph.work.whole_flops:.0%} more"
+        for graph in graphs
+        for line in graph.work.repeated[:_REPEATED]
+    ]
+    return [f"  work of all {ranks} ranks over that of one device: {ratios}", *repeated]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
-from cpcompile.accounting.graph_account import GraphAccount
+from cpcompile.accounting.graph_account import Account, GraphAccount
 from cpcompile.cost.mixer_plan import MixerPlan
 from cpcompile.cost.plans import Plan, Strategy
 from cpcompile.cost.strategies import STRATEGIES
@@ -140,15 +140,18 @@ def _mask(call: AttentionCall, mask: Mask | None) -> str:
 
 
 @dataclass(frozen=True)
-class AttentionByHand:
-    """Attention that is written by hand and stays so, with its scores and weights.
+class AttentionShare:
+    """One attention call. path: its module.
 
-    form: what a rank has, as `part_of_attention` says. reason: why it stays.
+    form: strategy and layout, such as "ring zigzag"; of attention by hand "rows" if a
+        rank computes its own queries, and "batch" if it computes its own entries of the
+        batch, such as windows, or its own heads; None if every rank computes all.
+    reason: why it is not shared out, or by hand.
     """
 
     path: str
     form: str | None
-    reason: str
+    reason: str | None = None
 
 
 def part_of_attention(softmax: fx.Node, ctx: Context) -> str | None:
@@ -208,7 +211,7 @@ class GraphReport:
     began: tuple[str, ...] = ()
     padded: bool = False
     gradients: tuple[str, ...] = ()
-    by_hand: tuple[AttentionByHand, ...] = ()
+    by_hand: tuple[AttentionShare, ...] = ()
     tiles: tuple[TiledRegion, ...] = ()
     later: tuple[str, ...] = ()
     saved: tuple[Saved, ...] = ()
@@ -242,7 +245,7 @@ class GraphReport:
             padded=ctx.padding is not None,
             gradients=_gradients(ctx),
             by_hand=tuple(
-                AttentionByHand(module_path(x), part_of_attention(x, ctx), why)
+                AttentionShare(module_path(x), part_of_attention(x, ctx), why)
                 for x, why in (
                     *ctx.findings.unmatched_attention,
                     *ctx.findings.row_parallel,
@@ -255,6 +258,11 @@ class GraphReport:
             accounts=tuple(accounts),
             mixers=tuple(ctx.findings.mixers),
         )
+
+    @property
+    def account(self) -> Account:
+        """The accounts of forward and backward as one."""
+        return account_of([self])
 
     def summary(self) -> str:
         """Return one line for the log."""
@@ -290,6 +298,11 @@ class GraphReport:
             f", {self.relayouts_left} relayouts left of "
             f"{self.relayouts_left + self.relayouts_cancelled}"
         )
+
+
+def account_of(graphs: Iterable[GraphReport]) -> Account:
+    """Return the account of several graphs together."""
+    return Account(tuple(x for graph in graphs for x in graph.accounts))
 
 
 def _sharded_inputs(ctx: Context) -> tuple[ShardedInput, ...]:

@@ -15,9 +15,8 @@ from torch._dynamo.utils import counters
 
 import cpcompile as cp
 from cpcompile import errors, refusals
-from cpcompile.accounting.graph_account import GraphAccount, Kind, Purpose
+from cpcompile.accounting.graph_account import Account, GraphAccount, Kind, Purpose
 from cpcompile.logs import warn_once
-from cpcompile.reporting.account_lines import work_ratio
 from cpcompile.reporting.graph_report import GraphReport, recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.workers import Pool, Pools, ProcessFailedError, ProcessTimeoutError
@@ -110,7 +109,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
         graphs=len(once),
         distributed=sum(report.distributed_calls for report in once),
         seconds=seconds,
-        work=work_ratio(accounts) if accounts else 0.0,
+        work=Account(accounts).work().ratio if accounts else 0.0,
         gathered=gathered_bytes(accounts),
         mistakes=counters["cpcompile"][refusals.COUNTER],
     )

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cpcompile.apps.checking.check_report import (
-    AttentionShare,
-    Check,
-    GraphBreakPlace,
-)
-from cpcompile.apps.checking.fake_step import CheckedCall, FakeStep
+from cpcompile.apps.checking.check_report import Check
+from cpcompile.apps.checking.fake_step import RANKS, CheckedCall, FakeStep
 from cpcompile.apps.checking.findings import Finding, Prices, findings_of
-from cpcompile.apps.checking.longest_sequence import (
-    device_memory,
-    longest_sequence,
-    saved_per_token,
-)
+from cpcompile.apps.checking.longest_sequence import longest_sequence, saved_per_token
 from cpcompile.cost.hardware.profile import HardwareProfile, load_profile
 from cpcompile.cost.hardware.selection import profile_for_device
+from cpcompile.cost.mixer_plan import MixerPlan
 from cpcompile.errors import InputError
 from cpcompile.options import parse_options
-from cpcompile.reporting.break_texts import place_text, way_out
 from cpcompile.reporting.explanation import Explanation
-from cpcompile.reporting.graph_report import GraphReport
+from cpcompile.reporting.graph_report import AttentionShare, account_of
 from cpcompile.settings import setting
-from cpcompile.torch_patches.graph_breaks import reason_text
 from cpcompile.torch_private import pytree
-
-RANKS = 4  # as cp.verify starts
 
 
 def check(
@@ -74,104 +64,80 @@ def check(
     torch alone does not compile either; OptionError; RewriteError for a mistake in
     cpcompile; ValueError for an unknown profile.
     """
-    return check_call(
-        model,
-        args,
-        kwargs,
-        ranks=ranks,
-        train=train,
-        options=options,
-        memory=memory,
-        hardware=hardware,
-    )
+    given = (options, ranks, train, hardware, memory)
+    return check_call(CheckedCall(model, args, kwargs, *given))
 
 
-def check_call(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    ranks: int = RANKS,
-    train: bool = True,
-    options: Mapping[str, Any] | None = None,
-    memory: float | None = None,
-    hardware: str | None = None,
-    entry: str | None = None,
-) -> Check:
+def check_call(call: CheckedCall, entry: str | None = None) -> Check:
     """Check a call as `check` does.
 
     entry: the "module:function" that has made the model, for the advice.
     """
     start = time.monotonic()
-    options = _checked(model, args, kwargs, ranks, options, memory)
-    module = getattr(model, "_orig_mod", model)  # of torch.compile
-    call = CheckedCall(module, args, kwargs, options, ranks, train, hardware)
+    _refuse_mistakes(call)
+    call = replace(call, model=getattr(call.model, "_orig_mod", call.model))
+    options = call.options or {}
     profile = _profile(call)
     step = call.step()
-    prices = Prices(profile, ranks, _itemsize(module))
+    itemsize = max((x.element_size() for x in call.model.parameters()), default=4)
+    prices = Prices(profile, call.ranks, itemsize)
     findings = findings_of(step, prices, bool(options.get("shard")))
-    memory = device_memory(module) if memory is None else memory
-    longest = None
-    if memory is not None:
-        longest = longest_sequence(call, step.graphs, memory, profile)
     per_token = saved_per_token(call, step.graphs)
-    attention = tuple(x for graph in step.graphs for x in _attention(graph))
+    attention = [
+        AttentionShare(x.path, x.form, x.reason)
+        for graph in step.graphs
+        for calls in (graph.calls, graph.by_hand)
+        for x in calls
+    ]
+    mixers = tuple(x for graph in step.graphs for x in graph.mixers)
+    text = ", ".join(f"{k}={v!r}" for k, v in options.items()) or "default options"
     return Check(
-        model=type(module).__name__,
-        ranks=ranks,
-        train=train,
-        options=_text(options),
+        model=type(call.model).__name__,
+        ranks=call.ranks,
+        train=call.backward,
+        options=text,
         hardware=profile.name,
-        attention=attention,
-        mixers=tuple(x for graph in step.graphs for x in graph.mixers),
+        attention=tuple(attention),
+        mixers=mixers,
         explanation=Explanation(step.graphs),
-        breaks=tuple(
-            GraphBreakPlace(
-                place_text(x.places), reason_text(x.text), way_out(x.text, x.places)
-            )
-            for x in step.breaks
-        ),
+        breaks=step.breaks,
         warnings=step.warnings,
         refused=step.refused,
-        longest=longest,
+        longest=longest_sequence(call, step.graphs, profile.name),
         saved_per_token=None if per_token is None else per_token[0],
-        unknown=tuple(_unknown(step)),
+        unknown=tuple(_unknown(step, mixers)),
         findings=findings,
-        next=_next(step, findings, ranks, entry),
+        next=_next(step, findings, call.ranks, entry),
         seconds=round(time.monotonic() - start, 1),
     )
 
 
-def _checked(
-    model: Any,
-    args: Any,
-    kwargs: Any,
-    ranks: Any,
-    options: Mapping[str, Any] | None,
-    memory: Any,
-) -> dict[str, Any]:
-    """Return the options; raise InputError for what cannot be checked."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"got {type(model).__name__} as the model; needed a module")
-    if type(ranks) is not int or ranks < 2:
-        raise InputError(f"got ranks={ranks!r}; needed at least 2 ranks")
-    is_size = isinstance(memory, int | float) and memory > 0
-    if memory is not None and not is_size:
-        what = memory if isinstance(memory, int | float) else type(memory).__name__
+def _refuse_mistakes(call: CheckedCall) -> None:
+    """Raise InputError for what cannot be checked."""
+    if not isinstance(call.model, nn.Module):
+        raise InputError(
+            f"got {type(call.model).__name__} as the model; needed a module"
+        )
+    if type(call.ranks) is not int or call.ranks < 2:
+        raise InputError(f"got ranks={call.ranks!r}; needed at least 2 ranks")
+    memory = call.memory
+    is_number = isinstance(memory, int | float)
+    if memory is not None and not (is_number and memory > 0):
+        what = memory if is_number else type(memory).__name__
         raise InputError(f"got memory={what}; needed the bytes of one rank")
-    parsed = parse_options(options)
-    if parsed.mesh is not None:
+    options = parse_options(call.options)
+    if options.mesh is not None:
         raise InputError(
             "options['mesh'] is given, and cp.check makes one of fake ranks; needed "
             "ranks=, the number of ranks, in its place"
         )
-    if not isinstance(parsed.axis, str):
+    if not isinstance(options.axis, str):
         raise InputError(
-            f"options['axis'] is {parsed.axis!r}, two axes, and fake ranks have one; "
+            f"options['axis'] is {options.axis!r}, two axes, and fake ranks have one; "
             "needed the name of one, or none"
         )
-    inputs = pytree.tree_leaves((args, kwargs))
-    if any(isinstance(x, DTensor) for x in [*inputs, *model.parameters()]):
+    inputs = pytree.tree_leaves((call.args, call.kwargs))
+    if any(isinstance(x, DTensor) for x in [*inputs, *call.model.parameters()]):
         raise InputError(
             "an input or a parameter is a DTensor, which belongs to ranks that exist; "
             "needed plain full tensors"
@@ -181,7 +147,6 @@ def _checked(
             "cp.check got no tensor to call the model with; needed the arguments of "
             "one call: cp.check(model, tokens, labels)"
         )
-    return dict(options or {})
 
 
 def _profile(call: CheckedCall) -> HardwareProfile:
@@ -192,36 +157,22 @@ def _profile(call: CheckedCall) -> HardwareProfile:
     return profile_for_device(call.device_type, call.device_name, call.ranks)
 
 
-def _itemsize(model: nn.Module) -> int:
-    return max((x.element_size() for x in model.parameters()), default=4)
-
-
-def _attention(graph: GraphReport) -> list[AttentionShare]:
-    """Return the attention calls of a graph, those by hand at the end."""
-    calls = [AttentionShare(x.path, x.form, x.reason) for x in graph.calls]
-    calls += [AttentionShare(x.path, x.form, x.reason) for x in graph.by_hand]
-    return calls
-
-
-def _unknown(step: FakeStep) -> list[str]:
+def _unknown(step: FakeStep, mixers: Sequence[MixerPlan]) -> Iterator[str]:
     """Say what the numbers of the account leave out."""
-    accounts = [x for graph in step.graphs for x in graph.accounts]
-    names = dict.fromkeys(x for y in accounts for x in y.work.uncounted)
-    lines = []
-    mixers = {x.name for graph in step.graphs for x in graph.mixers}
-    ours = [x for x in names if x.startswith("cp.mixer")]
-    if ours:
-        lines.append(f"the work of {', '.join(sorted(mixers)) or 'mixers'}")
-    if others := [x for x in names if x not in ours]:
-        lines.append(f"the work of custom operators: {', '.join(others)}")
+    names = account_of(step.graphs).work().uncounted
+    others = [x for x in names if not x.startswith("cp.mixer")]
+    if len(others) < len(names):
+        listed = ", ".join(sorted({x.name for x in mixers})) or "mixers"
+        yield f"the work of {listed}"
+    if others:
+        yield f"the work of custom operators: {', '.join(others)}"
     if step.breaks:
-        lines.append(
+        yield (
             "what runs in eager at graph breaks; it got zeros where it read values, "
             "and a run may take another way there"
         )
     if not step.graphs:
-        lines.append('anything: no graph was compiled by backend="cp"')
-    return lines
+        yield 'anything: no graph was compiled by backend="cp"'
 
 
 def _next(
@@ -240,16 +191,10 @@ def _next(
         )
     if findings:
         return str(findings[0])
-    proof = (
-        f"`cpcompile verify {entry} --world {ranks}`"
-        if entry
-        else (f"cp.verify(model, ..., world={ranks})")
-    )
+    proof = f"cp.verify(model, ..., world={ranks})"
+    if entry:
+        proof = f"`cpcompile verify {entry} --world {ranks}`"
     return (
         f"nothing costs more than it has to. {proof} proves that results are right; "
         f"then run it: torchrun --standalone --nproc-per-node {ranks} train.py"
     )
-
-
-def _text(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k}={v!r}" for k, v in options.items()) or "default options"

@@ -3,52 +3,24 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpcompile.accounting.graph_account import (
-    Exchange,
-    GraphAccount,
-    GraphDirection,
-    Purpose,
-)
+from cpcompile.accounting.graph_account import Exchange, GraphDirection, Purpose
 from cpcompile.apps.checking.findings import Finding
 from cpcompile.apps.checking.longest_sequence import LongestSequence
 from cpcompile.cost.mixer_plan import MixerPlan, MixerStrategy
 from cpcompile.cost.plain_data import to_json
 from cpcompile.cost.plans.tables import text_table
-from cpcompile.reporting.account_lines import MEBIBYTE
 from cpcompile.reporting.explanation import Explanation
+from cpcompile.reporting.graph_report import AttentionShare
+from cpcompile.reporting.ways_out import MEBIBYTE, GraphBreakPlace
 
-_GATHERED = (Purpose.VALUE, Purpose.RESULT)
 _LEAST = 1024  # bytes; less is not worth a row
 _ROWS = 8  # of what is gathered, and of calls that are not shared out
 _NAMES = 12  # columns of the names of rows
 _WIDTH = 88  # columns in which sentences are broken
-
-
-@dataclass(frozen=True)
-class AttentionShare:
-    """One attention call. path: its module.
-
-    form: strategy and layout, such as "ring zigzag"; of attention by hand "rows" if a
-        rank computes its own queries, and "batch" if it computes its own entries of the
-        batch, such as windows, or its own heads; None if every rank computes all.
-    reason: why it is not shared out, or by hand.
-    """
-
-    path: str
-    form: str | None
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class GraphBreakPlace:
-    """A place where a graph of Dynamo ends. fix: the way out, if one is known."""
-
-    place: str
-    reason: str
-    fix: str
+_NEXT = "NEXT: "
 
 
 @dataclass(frozen=True)
@@ -95,11 +67,6 @@ class Check:
         return 0 if self.refused is None else 1
 
     @property
-    def accounts(self) -> tuple[GraphAccount, ...]:
-        """The accounts of all graphs."""
-        return tuple(x for graph in self.explanation.graphs for x in graph.accounts)
-
-    @property
     def work_ratio(self) -> float:
         """Operations of a rank times the ranks, over one device's: 1 if all is shared.
 
@@ -110,20 +77,12 @@ class Check:
     @property
     def flops(self) -> float:
         """Floating-point operations of one rank in this call."""
-        return sum(account.work.flops for account in self.accounts)
+        return self.explanation.account.work().flops
 
     @property
     def gathered(self) -> tuple[Exchange, ...]:
         """What calls of the program, or its results, gather; the largest first."""
-        return tuple(x for x in self.explanation.exchanges if x.purpose in _GATHERED)
-
-    def received(self, *purposes: Purpose) -> int:
-        """Return the bytes that a rank receives for these purposes, or for all."""
-        return sum(
-            x.bytes
-            for x in self.explanation.exchanges
-            if not purposes or x.purpose in purposes
-        )
+        return tuple(self.explanation.account.exchanges(Purpose.VALUE, Purpose.RESULT))
 
     def to_json(self) -> str:
         """Return all of it as JSON; see cost.plain_data."""
@@ -133,79 +92,77 @@ class Check:
         what = "forward and backward" if self.train else "forward"
         title = f"{self.model} on {self.ranks} ranks, {what}"
         lines = [f"{title} ({self.options}; predicted for {self.hardware})", ""]
-        lines += _row("attention", [self._attention(), *self._not_shared()])
-        lines += _row("mixers", self._mixers()) if self.mixers else []
-        lines += _row("inputs", [self._inputs()])
-        lines += _row("work", [self._work()])
-        lines += _row("received", [self._received()])
-        lines += _row("gathered", self._gathered(), breaks=False)
-        lines += _row("graph", self._breaks())
-        lines += _row("fits", self._fits()) if self.train else []
-        lines += _row("not counted", list(self.unknown)) if self.unknown else []
-        if self.refused is not None:
-            lines += _row("refused", [self.refused])
-        lines += _row("warnings", list(self.warnings)) if self.warnings else []
-        if len(self.findings) > 1:
-            lines += _row("then", [str(x) for x in self.findings[1:_ROWS]])
-        lines += ["", *_broken(self.next, "NEXT: ", " " * len("NEXT: "))]
-        return "\n".join(lines)
+        rows = {
+            "attention": self._attention(),
+            "mixers": self._mixers(),
+            "inputs": self._inputs(),
+            "work": self._work(),
+            "received": self._received(),
+            "gathered": self._gathered(),
+            "graph": self._breaks(),
+            "fits": self._fits(),
+            "not counted": self.unknown,
+            "refused": [] if self.refused is None else [self.refused],
+            "warnings": self.warnings,
+            "then": [str(x) for x in self.findings[1:_ROWS]],
+        }
+        for name, texts in rows.items():
+            begins = [name] + [""] * len(texts)
+            for begin, text in zip(begins, texts, strict=False):
+                begin = f"  {begin:{_NAMES}} "
+                # The columns of a table stay as they are.
+                wraps = name != "gathered"
+                lines += _broken(text, begin) if wraps else [begin + text]
+        return "\n".join([*lines, "", *_broken(self.next, _NEXT)])
 
-    def _attention(self) -> str:
+    def _attention(self) -> list[str]:
         if not self.attention:
-            return "none"
-        forms = [x.form for x in self.attention if x.form is not None]
-        counts = [f"{forms.count(x)} {x}" for x in dict.fromkeys(forms)]
-        listed = f": {', '.join(counts)}" if counts else ""
-        return f"{len(forms)} of {len(self.attention)} calls shared out{listed}"
-
-    def _not_shared(self) -> list[str]:
-        others = [x for x in self.attention if x.form in (None, "rows")]
-        lines = [
-            f"{'by rows' if x.form else 'not shared out'}: {x.path}: {x.reason}"
-            for x in others
-        ]
-        return _some(lines)
+            return ["none"]
+        return _shared(
+            [x.form for x in self.attention],
+            [
+                f"{'by rows' if x.form else 'not shared out'}: {x.path}: {x.reason}"
+                for x in self.attention
+                if x.form in (None, "rows")
+            ],
+        )
 
     def _mixers(self) -> list[str]:
-        shared = [x for x in self.mixers if x.strategy is not MixerStrategy.GATHER]
-        names = [x.strategy.value for x in shared]
-        counts = [f"{names.count(x)} {x}" for x in dict.fromkeys(names)]
-        listed = f": {', '.join(counts)}" if counts else ""
-        first = f"{len(shared)} of {len(self.mixers)} calls shared out{listed}"
-        others = [x for x in self.mixers if x.strategy is MixerStrategy.GATHER]
-        lines = [f"on gathered tokens: {x.name} at {x.path}" for x in others]
-        return [first, *_some(lines)]
+        gathered = [x for x in self.mixers if x.strategy is MixerStrategy.GATHER]
+        forms = [None if x in gathered else x.strategy.value for x in self.mixers]
+        others = [f"on gathered tokens: {x.name} at {x.path}" for x in gathered]
+        return _shared(forms, others) if self.mixers else []
 
-    def _inputs(self) -> str:
+    def _inputs(self) -> list[str]:
         graphs = self.explanation.graphs
         inputs = [str(x) for graph in graphs for x in graph.inputs]
         inputs += [f"tokens begin at {x}" for graph in graphs for x in graph.began]
-        return ", ".join(dict.fromkeys(inputs)) or "none carries the sequence"
+        return [", ".join(dict.fromkeys(inputs)) or "none carries the sequence"]
 
-    def _work(self) -> str:
+    def _work(self) -> list[str]:
         if not self.flops:
-            return "no product, convolution or attention is counted"
-        ratio = self.explanation.work_ratio
+            return ["no product, convolution or attention is counted"]
         parts = [
-            f"{ratio(direction):.2f} in the {direction.value}"
-            for direction in GraphDirection
-            if any(x.direction is direction for x in self.accounts)
+            f"{self.explanation.work_ratio(x):.2f} in the {x.value}"
+            for x in GraphDirection
+            if any(x is graph.direction for graph in self.explanation.account.graphs)
         ]
-        return (
+        return [
             f"all ranks do {self.work_ratio:.2f} times that of one device "
             f"({', '.join(parts)}); {_operations(self.flops)} per rank"
-        )
+        ]
 
-    def _received(self) -> str:
-        sizes = {purpose: self.received(purpose) for purpose in Purpose}
+    def _received(self) -> list[str]:
+        account = self.explanation.account
+        sizes = {x: account.received(x) for x in Purpose if account.received(x)}
         parts = [
             f"{purpose.value} {size / MEBIBYTE:.3f}"
             for purpose, size in sorted(sizes.items(), key=lambda x: -x[1])
-            if size
         ]
         if not parts:
-            return "nothing"
-        return f"{self.received() / MEBIBYTE:.3f} MiB per rank: {', '.join(parts)}"
+            return ["nothing"]
+        whole = account.received() / MEBIBYTE
+        return [f"{whole:.3f} MiB per rank: {', '.join(parts)}"]
 
     def _gathered(self) -> list[str]:
         rows = [
@@ -224,19 +181,19 @@ class Check:
         return _some(text_table(rows, indent="").splitlines())
 
     def _breaks(self) -> list[str]:
-        count = len(self.explanation.graphs)
+        graphs = _many(len(self.explanation.graphs), "graph")
         if not self.breaks:
-            return [f"{count} {'graphs' if count != 1 else 'graph'}, no break"]
-        many = len(self.breaks) > 1
-        lines = [f"{count} graphs, {len(self.breaks)} {'breaks' if many else 'break'}"]
-        return lines + [f"{x.place}: {x.reason}; {x.fix}" for x in self.breaks]
+            return [f"{graphs}, no break"]
+        lines = [f"{x.place}: {x.reason}; {x.fix}" for x in self.breaks]
+        return [f"{graphs}, {_many(len(lines), 'break')}", *lines]
 
     def _fits(self) -> list[str]:
+        if not self.train:
+            return []
         if self.longest is not None:
             return [str(self.longest)]
         if self.saved_per_token is None:
-            forms = {x.form for x in self.attention}
-            by_hand = not forms.isdisjoint((None, "rows", "batch"))
+            by_hand = {x.form for x in self.attention} & {None, "rows", "batch"}
             why = "attention by hand may save weights of all pairs"
             other = "its inputs do not say how long one sequence is"
             return [f"cannot be said: {why if by_hand else other}"]
@@ -247,25 +204,24 @@ class Check:
         ]
 
 
-def _row(name: str, texts: Iterable[str], breaks: bool = True) -> list[str]:
-    """Return lines of a table with the name in front of the first.
-
-    breaks: whether long texts become several lines.
-    """
-    lines: list[str] = []
-    indent = " " * len(f"  {'':{_NAMES}} ")
-    for text in texts:
-        begin = indent if lines else f"  {name:{_NAMES}} "
-        lines += _broken(text, begin, indent) if breaks else [begin + text]
-    return lines
+def _shared(forms: Sequence[str | None], others: list[str]) -> list[str]:
+    """Say how many calls are shared out and how, and which others there are."""
+    names = [x for x in forms if x is not None]
+    counts = ", ".join(f"{names.count(x)} {x}" for x in dict.fromkeys(names))
+    shared = f"{len(names)} of {len(forms)} calls shared out"
+    return [f"{shared}: {counts}" if counts else shared, *_some(others)]
 
 
-def _broken(text: str, begin: str, indent: str) -> list[str]:
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _broken(text: str, begin: str) -> list[str]:
     return textwrap.wrap(
         text,
         _WIDTH,
         initial_indent=begin,
-        subsequent_indent=indent,
+        subsequent_indent=" " * len(begin),
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -11,6 +11,7 @@ value, at a graph break, it gets zero.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,22 +19,25 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cpcompile import config
-from cpcompile.apps.checking.fake_ranks import fake_ranks
 from cpcompile.compile.no_computation import returns_zeros, zeros_like
 from cpcompile.errors import CPError, InputError, OptionError, RewriteError
 from cpcompile.logs import warn_once
 from cpcompile.options import CHECKED
 from cpcompile.reporting import lost_parallelism
 from cpcompile.reporting.graph_report import GraphReport, recording
+from cpcompile.reporting.ways_out import GraphBreakPlace
 from cpcompile.torch_patches import graph_breaks
-from cpcompile.torch_patches.graph_breaks import GraphBreak
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.aot_autograd import aot_autograd
+from cpcompile.torch_private.fake_groups import FakeStore, forget_meshes
 
+RANKS = 4  # as cp.verify starts
 _ERROR_LENGTH = 600  # of torch's text for what cannot be compiled
 
 
@@ -47,7 +51,7 @@ class FakeStep:
 
     graphs: tuple[GraphReport, ...]
     warnings: tuple[str, ...]
-    breaks: tuple[GraphBreak, ...]
+    breaks: tuple[GraphBreakPlace, ...]
     refused: str | None = None
 
 
@@ -57,15 +61,17 @@ class CheckedCall:
 
     options: of the backend, without a mesh. backward: whether gradients are needed.
     hardware: the name of a profile, or None for that of this machine.
+    memory: bytes of one rank; None for those of the GPU that the model is on.
     """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    options: Mapping[str, Any]
-    ranks: int
-    backward: bool
-    hardware: str | None
+    options: Mapping[str, Any] | None = None
+    ranks: int = RANKS
+    backward: bool = True
+    hardware: str | None = None
+    memory: float | None = None
 
     @property
     def device_type(self) -> str:
@@ -86,7 +92,7 @@ class CheckedCall:
         Raises: InputError, OptionError; InputError also for a model that does not run,
         and RewriteError for one that torch alone compiles, and cpcompile in no way.
         """
-        if not self.options.get("strict", True):
+        if not (self.options or {}).get("strict", True):
             return self._gathered()
         try:
             return self._compiled(strict=True)
@@ -110,13 +116,15 @@ class CheckedCall:
             ) from error
 
     def _compiled(self, strict: bool) -> FakeStep:
-        device, axis = self.device_type, self.options.get("axis", "cp")
+        options = dict(self.options or {})
+        device, axis = self.device_type, options.get("axis", "cp")
         model, args, kwargs = self._copied()
         with ExitStack() as stack:
             mesh = stack.enter_context(fake_ranks(self.ranks, device, axis))
             warnings = stack.enter_context(warn_once.collected())
+            lost_parallelism.forget()
+            stack.callback(lost_parallelism.forget)
             for entered in (
-                lost_parallelism.told_apart(),
                 graph_breaks.noted_apart(),
                 torch.random.fork_rng(devices=[]),
                 torch.set_grad_enabled(self.backward),
@@ -127,11 +135,11 @@ class CheckedCall:
             if self.hardware is not None:
                 stack.enter_context(config.patch(hardware=self.hardware))
             reports = stack.enter_context(recording())
-            options = dict(self.options) | {"mesh": mesh, "strict": strict}
+            options |= {"mesh": mesh, "strict": strict}
             options[CHECKED] = object()  # last, so that it decides on "inner"
             call = torch.compile(model, backend="cp", options=options)
             self._run(call, args, kwargs)
-            breaks = graph_breaks.breaks()
+            breaks = tuple(map(GraphBreakPlace.of, graph_breaks.breaks()))
         once = {id(report): report for report in reports}
         return FakeStep(tuple(once.values()), tuple(warnings), breaks)
 
@@ -188,6 +196,35 @@ class CheckedCall:
             Tensor, _copied_input, (self.args, dict(self.kwargs))
         )
         return model, args, kwargs
+
+
+@contextmanager
+def fake_ranks(
+    ranks: int, device_type: str = "cpu", axis: str = "cp"
+) -> Iterator[DeviceMesh]:
+    """Make this process the first of `ranks` ranks, inside of the block.
+
+    Nothing is sent, and what collectives return is not defined.
+
+    Returns: a mesh of one axis with all ranks.
+
+    Raises: InputError in a process group that runs.
+    """
+    if dist.is_initialized():
+        raise InputError(
+            f"a process group of {dist.get_world_size()} ranks runs here, which fake "
+            "ranks would replace; needed a call before init_process_group, or a "
+            "process without one: `cpcompile check my_module:make_model_and_inputs`"
+        )
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        forget_meshes()
+        yield init_device_mesh(device_type, (ranks,), mesh_dim_names=(axis,))
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+        sys.excepthook = hook  # torch's one says which rank raises
 
 
 def _text(error: BaseException) -> str:

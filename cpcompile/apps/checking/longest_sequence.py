@@ -12,11 +12,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from cpcompile.apps.checking.fake_step import CheckedCall
-from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.cost.max_sequence.fit import fit
 from cpcompile.cost.max_sequence.model_memory import Decoder
 from cpcompile.cost.planner import BYTES_PER_ELEMENT
-from cpcompile.reporting.graph_report import GraphReport
+from cpcompile.reporting.graph_report import GraphReport, account_of
 
 _ALIKE = 0.02  # of the parameters, by which sizes may miss those of the model
 _ADAM = {2: 12, 4: 8}  # bytes of its state per parameter, with a copy in float32
@@ -50,10 +49,7 @@ class LongestSequence:
 
 
 def longest_sequence(
-    call: CheckedCall,
-    graphs: tuple[GraphReport, ...],
-    memory: float,
-    profile: HardwareProfile,
+    call: CheckedCall, graphs: tuple[GraphReport, ...], hardware: str
 ) -> LongestSequence | None:
     """Return the estimate; None where there is no honest one.
 
@@ -62,47 +58,24 @@ def longest_sequence(
     attention by hand saves weights of all pairs, and there is no estimate; and slower
     where a longer loss runs in tiles.
     """
-    if not call.backward:
+    memory = _device_memory(call.model) if call.memory is None else call.memory
+    if memory is None or not call.backward:
         return None
-    decoder = _decoder(call.model)
-    dtype = _dtype(call.model)
+    decoder, dtype = _decoder(call.model), _dtype(call.model)
     if decoder is not None and dtype is not None:
         found = fit(
             decoder,
             memory=memory,
             ranks=call.ranks,
             dtype=dtype,
-            hardware=call.hardware or profile.name,
+            hardware=call.hardware or hardware,
         )
         basis = "by cp.fit for a decoder of this size, with Adam, one row"
         return LongestSequence(found.tokens, memory, basis)
-    return _by_saved_bytes(call, graphs, memory)
-
-
-def saved_per_token(
-    call: CheckedCall, graphs: tuple[GraphReport, ...]
-) -> tuple[float, int] | None:
-    """Return bytes that a rank saves per token of its own, and the rows of the batch.
-
-    None without a sharded input, or where attention by hand may save all pairs.
-    """
-    if any(graph.by_hand for graph in graphs):
+    saved = saved_per_token(call, graphs)
+    if saved is None:
         return None
-    shape = _sequence(call, graphs)
-    saved = sum(x.saved_bytes for graph in graphs for x in graph.accounts)
-    if shape is None or not saved:
-        return None
-    rows, length = shape
-    return saved / (rows * -(-length // call.ranks)), rows
-
-
-def _by_saved_bytes(
-    call: CheckedCall, graphs: tuple[GraphReport, ...], memory: float
-) -> LongestSequence | None:
-    per_token = saved_per_token(call, graphs)
-    if per_token is None:
-        return None
-    size, rows = per_token
+    size, rows = saved
     fixed = 0
     for parameter in call.model.parameters():
         itemsize = parameter.element_size()
@@ -118,6 +91,22 @@ def _by_saved_bytes(
     return LongestSequence(tokens, memory, basis)
 
 
+def saved_per_token(
+    call: CheckedCall, graphs: tuple[GraphReport, ...]
+) -> tuple[float, int] | None:
+    """Return bytes that a rank saves per token of its own, and the rows of the batch.
+
+    None without a sharded input, or where attention by hand may save all pairs.
+    """
+    if any(graph.by_hand for graph in graphs):
+        return None
+    shape, saved = _sequence(call, graphs), account_of(graphs).saved_bytes
+    if shape is None or not saved:
+        return None
+    rows, length = shape
+    return saved / (rows * -(-length // call.ranks)), rows
+
+
 def _sequence(
     call: CheckedCall, graphs: tuple[GraphReport, ...]
 ) -> tuple[int, int] | None:
@@ -131,8 +120,7 @@ def _sequence(
         return None
     values: dict[str, Any] = dict(bound)
     for x in bound.values():  # of **kwargs
-        if isinstance(x, Mapping):
-            values |= x
+        values |= x if isinstance(x, Mapping) else {}
     shapes = [
         (values[x.name].shape, x.dim)
         for graph in graphs
@@ -168,7 +156,7 @@ def _decoder(model: nn.Module) -> Decoder | None:
     return decoder if abs(decoder.parameters - count) <= _ALIKE * count else None
 
 
-def device_memory(model: nn.Module) -> float | None:
+def _device_memory(model: nn.Module) -> float | None:
     """Return the bytes of the GPU on which the model is; None on others."""
     device = next((x.device for x in model.parameters()), None)
     if device is None or device.type != "cuda":

@@ -83,7 +83,7 @@ def warned():
 
     In a process that has compiled attention it may be a part of such a model.
     """
-    lost_parallelism._attended.clear()
+    lost_parallelism.forget()
     return compare(MIXERS["LinearAttention"], (1, 16, 32), 2).warnings
 
 

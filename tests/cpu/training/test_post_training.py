@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from cpcompile import logs
-from cpcompile.accounting.graph_account import GraphAccount, Purpose
-from cpcompile.reporting.account_lines import work_ratio
+from cpcompile.accounting.graph_account import Account, GraphAccount, Purpose
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import warnings
 from tests.cpu.attention_cases import sequence_mesh
@@ -37,7 +36,7 @@ class Outcome:
     def check(self) -> None:
         check(self.deviations)
         assert self.warnings == []
-        assert self.accounts and work_ratio(self.accounts) <= MOST_WORK
+        assert self.accounts and Account(self.accounts).work().ratio <= MOST_WORK
         for account in self.accounts:
             for x in account.exchanges:
                 assert x.purpose in OF_MODELS or x.bytes < self.logits / 2, str(x)

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile.reporting.explanation import Explanation
-from cpcompile.reporting.graph_report import AttentionByHand, GraphReport
+from cpcompile.reporting.graph_report import AttentionShare, GraphReport
 from tests.golden.capture import capture, fake_group
 from tests.support.forms.attention_pattern_forms import FORMS, TWINS, Model
 
@@ -98,11 +98,11 @@ def test_what_is_explained(mesh):
     report = reported("weights_read_again")
     assert report.calls == ()
     why = "its weights are read more than once"
-    assert report.by_hand == (AttentionByHand("<top level>", "rows", why),) * 2
+    assert report.by_hand == (AttentionShare("<top level>", "rows", why),) * 2
     explained = str(Explanation((report,)))
     assert f"attention by hand, rows of own queries: <top level>: {why}" in explained
     report = reported("shifted_before_sinks")
-    assert report.by_hand == (AttentionByHand("<top level>", "rows", NOT_KNOWN),) * 2
+    assert report.by_hand == (AttentionShare("<top level>", "rows", NOT_KNOWN),) * 2
 
 
 class Squared(torch.autograd.Function):

@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cpcompile as cp
 from cpcompile.accounting.graph_account import (
+    Account,
     GraphAccount,
     GraphDirection,
     Kind,
     Purpose,
 )
-from cpcompile.reporting.account_lines import work_ratio
 from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import fake_group
@@ -187,7 +187,7 @@ def test_repeated_work_is_named(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = backward.work.repeated
     assert line.what == "head" and line.line.file == __file__
     assert line.repeated_flops(RANKS) == pytest.approx((RANKS - 1) * head)
-    assert work_ratio((forward, backward)) > 1.2
+    assert Account((forward, backward)).work().ratio > 1.2
     values = [x for x in forward.exchanges if x.purpose is Purpose.VALUE]
     assert (values[0].kind, values[0].line.function) == (Kind.ALL_GATHER, "sliced_loss")
     assert not warnings(caplog)  # it is less than 1 MiB

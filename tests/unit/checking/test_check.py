@@ -23,6 +23,7 @@ import cpcompile as cp
 from cpcompile import refusals
 from cpcompile.apps.checking.check import check_call
 from cpcompile.apps.checking.check_report import Check
+from cpcompile.apps.checking.fake_step import CheckedCall
 from cpcompile.apps.checking.longest_sequence import LongestSequence
 from cpcompile.apps.cli.main import main
 from cpcompile.compile import attempts
@@ -91,14 +92,8 @@ def check(kind: str = "", layers: int = 1, **settings) -> Check:
 @functools.cache
 def shared_report() -> Check:
     """Of a model of which all is shared out."""
-    return check_call(
-        Decoder(),
-        (tokens(), tokens()),
-        {},
-        memory=1e9,
-        hardware="cpu",
-        entry="train:make",
-    )
+    call = CheckedCall(Decoder(), (tokens(), tokens()), {}, hardware="cpu", memory=1e9)
+    return check_call(call, entry="train:make")
 
 
 def printed(report: object) -> str:
@@ -128,8 +123,9 @@ Decoder on 4 ranks, forward and backward (default options; predicted for cpu)
                runs in tiles and saves less: check an input of that length
 
 NEXT: 0.187 MiB gathered at test_check.py:N, in forward: 0.246 ms, 20% of the step;
-      look at this line: what reorders tokens by data, or loops over parts of them,
-      gathers all of them; mask tokens instead, and call on all tokens at once""",
+      what reorders tokens by data, or loops over parts of them, gathers all of them:
+      mask tokens instead (labels of -100, weights of zero), reorder hidden states and
+      not logits, call on all tokens at once""",
     )
 
 
@@ -167,7 +163,7 @@ def test_attention_that_is_shared_out_by_rows():
     assert {x.form for x in report.attention} == {"rows"}
     assert "by rows: layers.0: it is of no form" in " ".join(str(report).split())
     assert "0.188 MiB gathered at" in report.next and "(layers.0)" in report.next
-    assert report.next.endswith("call F.scaled_dot_product_attention")
+    assert "; call F.scaled_dot_product_attention" in report.next
     assert report.longest is None
     assert "cannot be said: attention by hand may save weights" in str(report)
 

@@ -1,4 +1,4 @@
-"""Texts about a graph break: the line, who called it, why, and the way out."""
+"""Texts that reports and warnings share: places, and what can be done about them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from cpcompile import errors
-from cpcompile.torch_patches.graph_breaks import SourceLine
+from cpcompile.accounting.graph_account import Exchange, LineWork
+from cpcompile.torch_patches.graph_breaks import GraphBreak, SourceLine, reason_text
 
+MEBIBYTE = 2**20
+NAME_IT = 'options={"shard": {"argument": dim}}'
+CALL_IT = (
+    "call F.scaled_dot_product_attention (nn.MultiheadAttention does with "
+    "need_weights=False)"
+)
+REORDERED = (
+    "what reorders tokens by data, or loops over parts of them, gathers all of them: "
+    "mask tokens instead (labels of -100, weights of zero), reorder hidden states and "
+    "not logits, call on all tokens at once"
+)
 _LIBRARIES = tuple(
     str(pathlib.Path(path)) + os.sep
     for path in (
@@ -56,7 +69,38 @@ NESTED = (
 REMOVE_IT = "remove the break to keep everything sharded"
 
 
-def place_text(places: Sequence[SourceLine]) -> str:
+def place_of(row: Exchange | LineWork) -> str:
+    """Say where a row of an account belongs: "train.py:3, in forward (layers.0)"."""
+    return str(row.line) if row.what == "<top level>" else f"{row.line} ({row.what})"
+
+
+@dataclass(frozen=True)
+class GraphBreakPlace:
+    """A place where a graph of Dynamo ends. fix: the way out, if one is known."""
+
+    place: str
+    reason: str
+    fix: str
+
+    @classmethod
+    def of(cls, noted: GraphBreak) -> GraphBreakPlace:
+        """Say what is known of a break.
+
+        Its places lead from the frame that is compiled to the line that breaks. Where
+        that is in a function that the frame has called, what follows in the frame
+        becomes a graph of its own, without attention, but for a setting of torch.
+        """
+        fix = next((fix for part, fix in _WAYS_OUT if part in noted.text), REMOVE_IT)
+        nested = getattr(torch._dynamo.config, "nested_graph_breaks", True)
+        if len(noted.places) > 1 and not nested:
+            fix += f", or {NESTED}"
+        return cls(_place(noted.places), reason_text(noted.text), fix)
+
+    def __str__(self) -> str:
+        return f"{self.place} ({self.reason})"
+
+
+def _place(places: Sequence[SourceLine]) -> str:
     """Return the line that breaks; for a library, also the user's line that called."""
     if not places:
         return "unknown line"
@@ -65,17 +109,3 @@ def place_text(places: Sequence[SourceLine]) -> str:
     if callers and callers[-1] != places[-1]:
         text += ", called at {}:{}".format(*callers[-1])
     return text
-
-
-def way_out(text: str, places: Sequence[SourceLine] = ()) -> str:
-    """Return what the user can do about a break that torch explains with `text`.
-
-    places: from the frame that is compiled to the line that breaks. Where that is in a
-    function that the frame has called, what follows in the frame becomes a graph of its
-    own, without attention, but for a setting of torch.
-    """
-    fix = next((fix for part, fix in _WAYS_OUT if part in text), REMOVE_IT)
-    nested = getattr(torch._dynamo.config, "nested_graph_breaks", True)
-    if len(places) > 1 and not nested:
-        fix += f", or {NESTED}"
-    return fix
