@@ -18,7 +18,7 @@ from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.changing_floats import floats_are_tensors
 from cpcompile.frontend.interpreter_state import gc_paused, with_large_stack
 from cpcompile.frontend.request import agreed_request
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_unsharded
 from cpcompile.ops.mixers.keep_mixers import is_known, keep
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.model.sharding.program_outputs import keep_named
@@ -125,4 +125,4 @@ def _refuse_piece(frame: Frame, options: Options) -> None:
     )
     if options.strict:
         raise InputError(f"{frame.name} is {text}")
-    warn_once(f"{frame.name} runs unsharded on every rank: it is {text}")
+    warn_unsharded(frame.name, f"it is {text}")

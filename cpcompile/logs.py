@@ -46,3 +46,24 @@ class _Warnings:
 
 
 warn_once = _Warnings()
+
+
+def warn_unsharded(place: str, why: object) -> None:
+    """Warn once that every rank does all of the work of a place.
+
+    why: the reason, and the way out.
+    """
+    warn_once(f"{place} runs unsharded, with all of its work on every rank: {why}")
+
+
+def warn_unmet(place: str, option: str, why: str) -> None:
+    """Warn once that what the user asked for is not done somewhere."""
+    warn_once(f"{place}: {option} is not met: {why}")
+
+
+def warn_of_order(place: str, layouts: list[str], fix: str) -> None:
+    """Warn once that results are wrong if a DTensor came from a balanced layout."""
+    warn_once(
+        f"{place} takes tokens in order, and cp.shard made some in layout {layouts}: "
+        f"results that come from those are wrong; {fix}"
+    )

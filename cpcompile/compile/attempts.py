@@ -28,7 +28,7 @@ from cpcompile.frontend.padding.pad_graph import pad_graph
 from cpcompile.frontend.reducers import gradient_contracts
 from cpcompile.frontend.request import Request
 from cpcompile.frontend.symbolic_sizes import specialize_sizes
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_unsharded
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.graph.graph_pass import PassRun
@@ -100,7 +100,7 @@ class Attempts:
         if self.request.options.strict:
             self.problem.add_note(_STRICT_NOTE)
             raise self.problem
-        warn_once(f"{self.frame.name} runs unsharded on every rank: {self.problem}")
+        warn_unsharded(self.frame.name, self.problem)
         return self.unsharded()
 
     def for_any_rows(self) -> CompiledCallable | None:

@@ -20,7 +20,7 @@ from cpcompile.frontend.meshes import example, real_input
 from cpcompile.frontend.reducers import active_ddp, reducers, settled
 from cpcompile.frontend.sharded_parameters import reducer_of
 from cpcompile.geometry.layout import Layout
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_of_order, warn_unmet
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.options import GradSync, Options
 from cpcompile.passes.graph.context import (
@@ -84,9 +84,9 @@ def classify_inputs(
             inputs[node] = graph_input
         elif isinstance(value, DTensor):
             if node.name in by_name:
-                warn_once(
-                    f"options['shard'] names {by_name[node.name][0]!r}, which is a "
-                    f"DTensor already; its own placements {value.placements} count"
+                why = f"it is a DTensor, whose own placements {value.placements} count"
+                warn_unmet(
+                    frame.name, f"options['shard'][{by_name[node.name][0]!r}]", why
                 )
             whole = all(p.is_replicate() for p in value.placements)
             if node in kept_nodes and not whole:
@@ -179,11 +179,8 @@ def layout_of_input(node: fx.Node) -> Layout:
     if not isinstance(x, DTensor):
         return Layout.CONTIGUOUS
     if layouts_in_use() and not (is_marked(x) or is_parameter(node)):
-        warn_once(
-            f"DTensor input {node.name} is taken as tokens in order: if it was "
-            f"computed from one that cp.shard made in layout {layouts_in_use()}, "
-            "results are wrong; pass what cp.shard returned"
-        )
+        at = f"what reads the DTensor input {node.name}"
+        warn_of_order(at, layouts_in_use(), "pass what cp.shard returned")
     return layout_of(x)
 
 

@@ -27,7 +27,7 @@ from cpcompile.frontend.symbolic_sizes import rows_of, specialize_sizes, symboli
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_unmet
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import has_tensors, make_objects
@@ -170,8 +170,8 @@ def inner_for(ctx: Context, options: Options) -> Options:
     empty = [n for n in lengths if leaves_ranks_empty(n, ctx.ranks)]
     if not empty or options.inner != "inductor":
         return options
-    warn_once(
-        f"a sequence of {min(empty)} tokens leaves some of {ctx.ranks} ranks without "
-        "any: it is compiled with inner='aot_eager'"
+    why = f"some of {ctx.ranks} ranks hold none of it; 'aot_eager' compiles it"
+    warn_unmet(
+        f"a sequence of {min(empty)} tokens", "options['inner'] = 'inductor'", why
     )
     return dataclasses.replace(options, inner="aot_eager")

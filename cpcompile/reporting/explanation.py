@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from cpcompile.reporting.graph_report import (
 )
 from cpcompile.reporting.plan_facts import candidate_notes
 from cpcompile.reporting.tracing.measured import Measured
-from cpcompile.reporting.ways_out import MEBIBYTE
+from cpcompile.reporting.ways_out import MEBIBYTE, place_of
 
 _HEADER = (
     *("attention", "q", "k/v", "mask", "layout", "strategy", "ranks", "kernel"),
@@ -218,37 +218,45 @@ def _how_many(paths: list[str]) -> str:
 
 
 def _exchange_lines(account: Account) -> list[str]:
-    """Return what a graph exchanges, in lines; none for one that exchanges nothing.
+    """Return what a graph exchanges, in lines; none for one that exchanges nothing."""
+    table = exchange_table(account.exchanges(), _ROWS)
+    if not table:
+        return []
+    joined = [
+        f"{join.calls} of the {join.kind.value}s of the {join.direction.value} travel "
+        f"in {join.buckets} {'buckets' if join.buckets > 1 else 'bucket'}"
+        for graph in account.graphs
+        for join in graph.joined
+    ]
+    lines = [f"    {line}" for line in (*table, *joined)]
+    return ["  exchanged, in bytes that this rank receives:", *lines]
+
+
+def exchange_table(exchanges: Iterable[Exchange], most: int) -> list[str]:
+    """Return a table, the largest first; what is after its first rows is summed up.
 
     A line of the program is a row; all gradients are one, and all parameters.
     """
-    rows = grouped(
-        account.exchanges(),
+    groups = grouped(
+        exchanges,
         lambda x: (
             *(x.direction, x.kind, x.purpose),
             None if x.purpose in _NAMED else x.line,
         ),
     )
-    rows.sort(key=lambda group: -total(group).bytes)
-    if not rows:
+    if not groups:
         return []
-    shown = [_EXCHANGES, *map(_exchange_row, rows[:_ROWS])]
-    lines = text_table(shown, indent="    ").splitlines()
-    if rest := [x for group in rows[_ROWS:] for x in group]:
-        size = total(rest).bytes / MEBIBYTE
-        lines.append(f"    and {len(rest)} more, {size:.3f} MiB")
-    lines += [
-        f"    {join.calls} of the {join.kind.value}s of the {join.direction.value} "
-        f"travel in {join.buckets} {'buckets' if join.buckets > 1 else 'bucket'}"
-        for graph in account.graphs
-        for join in graph.joined
-    ]
-    return ["  exchanged, in bytes that this rank receives:", *lines]
+    groups.sort(key=lambda group: -total(group).bytes)
+    rows = [_EXCHANGES, *map(_exchange_row, groups[:most])]
+    lines = text_table(rows, indent="").splitlines()
+    if rest := [x for group in groups[most:] for x in group]:
+        lines.append(f"and {len(rest)} more, {total(rest).bytes / MEBIBYTE:.3f} MiB")
+    return lines
 
 
 def _exchange_row(group: list[Exchange]) -> tuple[str, ...]:
     row = total(group)
-    place = str(row.line) + (f" ({row.calls} calls)" if row.calls > 1 else "")
+    place = place_of(row) + (f" ({row.calls} calls)" if row.calls > 1 else "")
     what = row.purpose.value
     if row.purpose in _NAMED:
         what = f"{len(group)} {what}s" if len(group) > 1 else what

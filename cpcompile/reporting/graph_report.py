@@ -93,14 +93,12 @@ def _kernel(
         if takes and call.values is not None and fake_value(call.values).requires_grad:
             return f"{name}, backward {StepKernel.MATH.value}"
         return str(name)
-    if mask is not None:
+    if mask is not None or call.changes_scores:
         bias, table = None, False
-        if mask.bias is not None:
+        if mask is not None and mask.bias is not None:
             value = fake_value(mask.bias)
             bias, table = dtype_in_call(call, value.dtype), is_of_positions(value)
         return masked_step_kernel(*what, bias, call.changes_scores, table).value
-    if call.changes_scores:
-        return masked_step_kernel(*what, None, True).value
     if plan and not STRATEGIES[plan.strategy].runs_steps and device_type != "cpu":
         return "aten_sdpa"
     return step_kernel(*what).value

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from cpcompile import errors
 from cpcompile.errors import InputError, RecompileLimitError
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_once, warn_unsharded
 from cpcompile.torch_patches.graph_breaks import breaks, is_ours, reason_text
 
 _TORCH_OR_OURS = tuple(
@@ -69,11 +69,10 @@ def install() -> None:
         if "dispatch mode" in reason and is_ours(self):
             modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
             code = frame.f_code
-            warn_once(
-                f"{code.co_name} at {code.co_filename}:{code.co_firstlineno} runs in "
-                f"eager on every rank: {' and '.join(modes)} is active, under which "
-                "torch.compile compiles nothing; call it once before"
+            why = (
+                "is active, under which torch.compile compiles nothing; call it before"
             )
+            warn_unsharded(_place(code), f"{' and '.join(modes)} {why}")
             result.apply_to_code = False  # as in torch 2.15: the next call may compile
         elif "error was suppressed" in reason and is_ours(self):
             _warn_about_break(frame.f_code)
@@ -102,14 +101,18 @@ def _warn_about_break(code: CodeType) -> None:
         if file == code.co_filename and line in lines
     ]
     at = inside[-1] if inside else ""
-    warn_once(
-        f"{code.co_name} at {code.co_filename}:{code.co_firstlineno} runs in eager on "
-        f"every rank: its graph breaks{at} where torch.compile cannot go on, as in a "
-        "loop or a `with`. What it calls is compiled one by one and gathered in "
-        "between, and attention in functions that are not compiled runs in whole on "
-        "every rank; remove the break (torch.compile(..., fullgraph=True) says where "
-        "it is), or compile the modules in the loop themselves"
+    warn_unsharded(
+        _place(code),
+        f"its graph breaks{at} where torch.compile cannot go on, as in a loop or a "
+        "`with`. What it calls is compiled one by one and gathered in between, and "
+        "attention in functions that are not compiled runs in whole on every rank; "
+        "remove the break (torch.compile(..., fullgraph=True) says where it is), or "
+        "compile the modules in the loop themselves",
     )
+
+
+def _place(code: CodeType) -> str:
+    return f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
 
 
 def _is_at_limit(result: Any) -> bool:
@@ -133,7 +136,7 @@ def _past_the_limit(frame: Any) -> str:
         last = next(guard for guard in guards if value in guard)
         changed = f"; what changed most is {value}, in {count} of them (last: {last})"
     return (
-        f"{code.co_name} at {code.co_filename}:{code.co_firstlineno} runs in eager, "
+        f"{_place(code)} runs in eager, "
         f"unsharded, on every rank from now on: it has {len(programs)} programs, the "
         f"limit of torch.compile, and needs another one{changed}. Pass a number that "
         "changes as a 0-dim tensor, pad inputs to a few sizes, or raise "

@@ -11,8 +11,7 @@ from cpcompile.apps.checking.findings import Finding
 from cpcompile.apps.checking.longest_sequence import LongestSequence
 from cpcompile.cost.mixer_plan import MixerPlan, MixerStrategy
 from cpcompile.cost.plain_data import to_json
-from cpcompile.cost.plans.tables import text_table
-from cpcompile.reporting.explanation import Explanation
+from cpcompile.reporting.explanation import Explanation, exchange_table
 from cpcompile.reporting.graph_report import AttentionShare
 from cpcompile.reporting.ways_out import MEBIBYTE, GraphBreakPlace
 
@@ -165,20 +164,8 @@ class Check:
         return [f"{whole:.3f} MiB per rank: {', '.join(parts)}"]
 
     def _gathered(self) -> list[str]:
-        rows = [
-            (
-                f"{x.bytes / MEBIBYTE:.3f} MiB",
-                x.direction.value,
-                x.purpose.value,
-                x.what + (f" ({x.calls} calls)" if x.calls > 1 else ""),
-                str(x.line),
-            )
-            for x in self.gathered
-            if x.bytes >= _LEAST
-        ]
-        if not rows:
-            return ["nothing of a KiB or more"]
-        return _some(text_table(rows, indent="").splitlines())
+        rows = [x for x in self.gathered if x.bytes >= _LEAST]
+        return exchange_table(rows, _ROWS) or ["nothing of a KiB or more"]
 
     def _breaks(self) -> list[str]:
         graphs = _many(len(self.explanation.graphs), "graph")

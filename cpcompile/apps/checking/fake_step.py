@@ -14,7 +14,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any
 
@@ -92,21 +92,18 @@ class CheckedCall:
         Raises: InputError, OptionError; InputError also for a model that does not run,
         and RewriteError for one that torch alone compiles, and cpcompile in no way.
         """
-        if not (self.options or {}).get("strict", True):
-            return self._gathered()
+        refused = None
+        if (self.options or {}).get("strict", True):
+            try:
+                return self._compiled(strict=True)
+            except (InputError, OptionError):
+                raise
+            except Exception as error:  # RewriteError, or a mistake in cpcompile
+                is_ours = isinstance(error, CPError)
+                refused = f"{type(error).__name__}: {error}"
+                refused = refused if is_ours else f"a mistake in cpcompile, {refused}"
         try:
-            return self._compiled(strict=True)
-        except (InputError, OptionError):
-            raise
-        except Exception as error:  # RewriteError, or a mistake in cpcompile
-            step = self._gathered()
-            is_ours = "" if isinstance(error, CPError) else "a mistake in cpcompile, "
-            text = f"{is_ours}{type(error).__name__}: {error}"
-            return FakeStep(step.graphs, step.warnings, step.breaks, text)
-
-    def _gathered(self) -> FakeStep:
-        try:
-            return self._compiled(strict=False)
+            return replace(self._compiled(strict=False), refused=refused)
         except CPError:
             raise
         except Exception as error:  # a mistake in cpcompile

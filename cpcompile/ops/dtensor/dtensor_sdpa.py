@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.errors import DropoutError, InputError
 from cpcompile.kernels.operands import flash_operand
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_of_order
 from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.ops.dtensor.dtensor_rules import alike, as_dtensors
 from cpcompile.ranks.layout_marks import layouts_in_use
@@ -55,11 +55,8 @@ def forward_handler(
         )
     _refuse_dropout(dropout_p)
     if is_causal and layouts_in_use() and not dynamo_traces():
-        warn_once(
-            "causal attention on a DTensor outside of a compiled graph takes tokens in "
-            f"order, and cp.shard made some in layout {layouts_in_use()}: results that "
-            "come from those are wrong; compile what reads them"
-        )
+        at = "causal attention on a DTensor outside of a compiled graph"
+        warn_of_order(at, layouts_in_use(), "compile what reads them")
     if mask is not None:
         return _with_mask(q, k, v, is_causal, mask, scale)
     cp_op = getattr(torch.ops.cp, f"{setting('eager_strategy')}_attention")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_unsharded
 from cpcompile.ops.mixers.in_torch import in_torch, with_documents
 from cpcompile.ops.mixers.mixer_call import MixerCall, UnknownForm, is_found_by_name
 from cpcompile.ops.mixers.registry import mixer_of
@@ -53,10 +53,10 @@ def keep(
 
 
 def _warn_of_form(function: Callable[..., Any], form: str) -> None:
-    warn_once(
-        f"{function.__qualname__} of {function.__module__} is called in a form "
-        f"that is not known ({form}): Dynamo traces it as it is written, and what "
-        "cannot be shared out of that runs in full on every rank"
+    warn_unsharded(
+        f"what Dynamo cannot share out of {function.__qualname__} of "
+        f"{function.__module__}",
+        f"it is called in a form that is not known ({form}), and traced as written",
     )
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch.fx as fx
 
 from cpcompile.errors import OptionError
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_once, warn_unmet
 from cpcompile.options import Options
 from cpcompile.torch_patches.saved_values import (
     Partitioner,
@@ -312,11 +312,12 @@ def warn_of_budget(saving: SavingBudget | None) -> None:
     for saved in saving.found:
         if saved.size > saved.budget:
             least = f"{saved.size / saved.fastest:.2f}"
-            warn_once(
-                f"{saving.frame}: options['activation_memory'] is {saving.given:g}, "
-                f"and {least} is the least that can be saved for the backward "
+            why = (
+                f"{least} is the least that can be saved for the backward "
                 f"({saved.size / 2**20:.1f} MiB)"
             )
+            option = f"options['activation_memory'] = {saving.given:g}"
+            warn_unmet(saving.frame, option, why)
         if saved.attention:
             paths = saved.attention
             more = f", and {len(paths) - 3} more" if len(paths) > 3 else ""

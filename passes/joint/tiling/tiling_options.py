@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_once, warn_unmet
 from cpcompile.options import Options
 from cpcompile.settings import setting
 
@@ -62,9 +62,10 @@ def warn_of_no_tiles(options: Options, tiling: Tiling, frame: str) -> None:
             "set options['tile'] to a number of tokens"
         )
     if options.tile and not tiling.found:
-        warn_once(
-            f"{frame}: options['tile'] is {options.tile}, and nothing runs in tiles: "
-            "no region is token-wise, has more tokens on this rank and values of "
+        why = (
+            "nothing runs in tiles, because no region is token-wise, has more tokens "
+            "on this rank and values of "
             f"{setting('tile_least_megabytes'):g} MB or more "
             "(cpcompile.config.tile_least_megabytes)"
         )
+        warn_unmet(frame, f"options['tile'] = {options.tile}", why)

@@ -25,7 +25,7 @@ from cpcompile.cost.plans import Direction, Plan, Strategy, Workload
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout, leaves_ranks_empty
 from cpcompile.geometry.masks import Mask
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_unmet
 from cpcompile.ops.attention_spec import is_of_positions
 
 from ...graph.context import AttentionCall, Context
@@ -180,9 +180,8 @@ def _in_layout(
                 problem = str(error)
         ordered = call.is_causal or call in ctx.findings.masks or call.score_mod
         if problem is not None and ctx.layout is not None and ordered:
-            warn_once(
-                f"attention at {call.path} is not in layout {layout.value!r}: {problem}"
-            )
+            at = f"attention at {call.path}"
+            warn_unmet(at, f"layout {layout.value!r}", problem)
     return plans
 
 

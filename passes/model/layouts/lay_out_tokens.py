@@ -32,7 +32,7 @@ from cpcompile.cost.relayout_cost import relayout_seconds, reorder_seconds
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import expected
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_unmet
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.dynamo import counters
 
@@ -315,9 +315,9 @@ class _LaidOut:
         if call not in ctx.findings.balanced_plans:
             return
         if not laid_out and ctx.layout not in (None, Layout.CONTIGUOUS):
-            warn_once(
-                f"attention at {call.path} is not in layout {self.layout.value!r}: its "
-                "operands are not split on the tokens"
+            why = "its operands are not split on the tokens"
+            warn_unmet(
+                f"attention at {call.path}", f"layout {self.layout.value!r}", why
             )
         plan = (
             ctx.findings.balanced_plans if laid_out else ctx.findings.contiguous_plans

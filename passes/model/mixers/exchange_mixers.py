@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from cpcompile.cost.mixer_plan import MixerPlan, MixerStrategy
 from cpcompile.geometry.lengths import is_symbol
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_unmet
 from cpcompile.torch_private import pytree
 
 from ...graph.calls import spelled
@@ -197,11 +197,11 @@ class _Exchange:
         """Warn if the user named another strategy than that of a call."""
         wanted = self.ctx.mixer_strategy
         if wanted not in (None, strategy):
-            warn_once(
-                f"{name} at {where(node)} is shared by {strategy.value!r}: "
-                f'strategy {wanted.value!r} is not possible for it; "auto" chooses '
-                "among those that are"
+            why = (
+                f"it is not possible for it, which is shared by {strategy.value!r}; "
+                '"auto" chooses among those that are'
             )
+            warn_unmet(f"{name} at {where(node)}", f"strategy {wanted.value!r}", why)
 
     def _dim_of(self, node: fx.Node, entries: DimClass) -> str:
         """Return what the table calls the dimension of a class."""

@@ -26,7 +26,7 @@ import torch.fx as fx
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import is_symbol
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_unmet
 from cpcompile.ops.plain_attention import log_sum_exp, plain_attention
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
@@ -281,10 +281,9 @@ class _Writer:
         """Warn of options that are for torch's own kernel, and not used."""
         unused = sorted(set(options or ()) - _USUAL)
         if unused:
-            warn_once(
-                f"flex_attention at {where(self.node)}: kernel_options {unused} are "
-                "for torch's own kernel, and not used"
-            )
+            at = f"flex_attention at {where(self.node)}"
+            why = "these are for torch's own kernel"
+            warn_unmet(at, f"kernel_options {unused}", why)
 
 
 def _hides_nothing(mask_mod: Any) -> bool:

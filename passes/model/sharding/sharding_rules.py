@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import is_symbol
-from cpcompile.logs import warn_once
+from cpcompile.logs import warn_unsharded
 from cpcompile.ranks.shardings import is_sequence_sharded
 
 from ...graph.attention_calls import is_attention
@@ -242,10 +242,7 @@ def left_attention(
         return apart
     if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
         if call.obstacle and not call.left_alone:
-            warn_once(
-                f"attention at {where(node)} is computed in whole on every rank: "
-                f"{call.obstacle}"
-            )
+            warn_unsharded(f"attention at {where(node)}", call.obstacle)
         return Propagate() if distributed else Plain()
     message = unrewritten(call, operands)
     if graph_values.ctx.strict:

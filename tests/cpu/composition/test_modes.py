@@ -95,6 +95,6 @@ def test_a_first_call_under_a_dispatch_mode_is_warned_of(pools) -> None:
     """Dynamo skips it; the next call is compiled."""
     for said, found, calls in pools[2].run(run_under_a_dispatch_mode, timeout=90):
         assert "CommDebugMode is active" in said
-        assert "runs in eager on every rank" in said
+        assert "runs unsharded, with all of its work on every rank" in said
         check(found)
         assert calls == len(new_gpt().layers)

@@ -124,7 +124,7 @@ def test_all_ranks_fall_back(pools, place):
     for found, sharded, warned in pools[2].run(lenient, place):
         bounds.check(found)
         assert sharded == [False]
-        assert "forward runs unsharded on every rank: " in warned
+        assert "forward runs unsharded, with all of its work on every rank: " in warned
         assert "2 GiB wanted" in warned
 
 

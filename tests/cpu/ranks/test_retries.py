@@ -120,7 +120,10 @@ def test_a_call_that_is_not_found_is_refused(pools):
 def test_or_the_graph_is_gathered(pools):
     for found in pools[2].run(run_not_found, False, timeout=90):
         found.check()
-        assert any("runs unsharded on every rank" in text for text in found.warnings)
+        assert any(
+            "runs unsharded, with all of its work on every rank" in text
+            for text in found.warnings
+        )
 
 
 def run_without_compiler() -> str:

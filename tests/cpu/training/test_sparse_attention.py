@@ -61,7 +61,7 @@ def test_it_equals_one_process(pools, name, world, batch, tokens, how):
     for comparison in pools[world].run(compared, *arguments, timeout=200):
         comparison.check()
         # Of layouts that another test of these processes has used.
-        others = [x for x in comparison.warnings if "taken as tokens in order" not in x]
+        others = [x for x in comparison.warnings if "takes tokens in order" not in x]
         assert others == []
 
 

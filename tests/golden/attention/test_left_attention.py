@@ -139,7 +139,7 @@ def test_an_obstacle_of_whole_sequences_stays(mesh, caplog):
     )
     (text,) = warnings(caplog)
     assert text.startswith("attention at <top level> (File ")
-    assert "computed in whole on every rank: got dropout_p=1.0" in text
+    assert "with all of its work on every rank: got dropout_p=1.0" in text
 
 
 def of_embedding(ids, table):

@@ -240,4 +240,4 @@ def test_what_is_asked_for_and_not_done_is_warned_about(mesh, caplog, length):
     texts = warnings(caplog)
     assert not texts[1:], texts
     (text,) = texts
-    assert "<top level> is not in layout 'zigzag'" in text
+    assert "attention at <top level>: layout 'zigzag' is not met" in text

@@ -216,7 +216,11 @@ class BreaksInLoop(Block):
 def test_a_function_that_breaks_in_a_loop(mesh, caplog):
     """The backend is never called for it."""
     run(BreaksInLoop(), activations(), mesh=mesh)
-    texts = [x for x in warnings(caplog) if "runs in eager on every rank" in x]
+    texts = [
+        x
+        for x in warnings(caplog)
+        if "runs unsharded, with all of its work on every rank" in x
+    ]
     text = texts[0]
     file, line = text.split(" at ")[1].split(" ")[0].rsplit(":", 1)
     assert "def forward" in linecache.getline(file, int(line))
@@ -234,7 +238,11 @@ class CountsInLoop(Block):
 
 def test_what_breaks_in_a_loop_is_named(mesh, caplog):
     run(CountsInLoop(), activations(), mesh=mesh)
-    (text,) = [x for x in warnings(caplog) if "runs in eager on every rank" in x]
+    (text,) = [
+        x
+        for x in warnings(caplog)
+        if "runs unsharded, with all of its work on every rank" in x
+    ]
     line = int(re.search(r"breaks \(line (\d+): (.*?)\) where", text)[1])
     assert "bincount" in linecache.getline(__file__, line)
     assert ": Dynamic shape operator: aten.bincount.default)" in text

@@ -114,8 +114,9 @@ Decoder on 4 ranks, forward and backward (default options; predicted for cpu)
   work         all ranks do 1.04 times that of one device (1.00 in the forward, 1.06 in
                the backward); 37.3 MFLOP per rank
   received     0.622 MiB per rank: attention 0.375, value 0.187, gradient 0.060
-  gathered     0.094 MiB  forward  value  <top level>  test_check.py:N, in forward
-               0.094 MiB  forward  value  <top level>  test_check.py:N, in forward
+  gathered     received  how         for      MiB  messages  line
+               forward   all-gather  value  0.094         1  test_check.py:N, in forward
+               forward   all-gather  value  0.094         1  test_check.py:N, in forward
   graph        1 graph, no break
   fits         about 1,578,324 tokens in 1 GB per rank: 0.000168 GB of parameters,
                gradients and Adam, and for a token the 2.5 KiB that the forward saves at
@@ -200,7 +201,7 @@ def test_a_mistake_of_cpcompile(monkeypatch):
     report = check()
     assert report.refused == "a mistake in cpcompile, KeyError: 'cat'"
     assert report.work_ratio == pytest.approx(4.0)
-    assert "runs unsharded on every rank" in report.warnings[0]
+    assert "runs unsharded, with all of its work on every rank" in report.warnings[0]
 
 
 def test_what_torch_alone_compiles_is_a_mistake_of_ours(monkeypatch):

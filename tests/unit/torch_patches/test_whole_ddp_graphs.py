@@ -101,7 +101,9 @@ def test_pieces_run_unsharded(options, caplog):
     compiled = after_a_function(options | {"strict": False})
     compiled(X)
     (text,) = {x for x in caplog.messages if "DDPOptimizer" in x}
-    assert text.startswith("forward runs unsharded on every rank: it is a piece")
+    assert text.startswith(
+        "forward runs unsharded, with all of its work on every rank: it is a piece"
+    )
 
 
 def late_gradients(caplog):
