@@ -103,20 +103,16 @@ def account(case: Case, ranks: int, length: int | None = None) -> list[GraphAcco
 
 
 def row(name: str, tokens: int, accounts: Sequence[GraphAccount]) -> Row:
-    exchanges = [x for account in accounts for x in account.exchanges]
-
-    def received(*purposes: Purpose) -> int:
-        return sum(x.bytes for x in exchanges if x.purpose in purposes)
-
+    program = Account(accounts)
+    received = program.received
     messages: dict[str, int] = {}
     for each in accounts:
         for kind, count in each.messages().items():
             messages[kind.value] = messages.get(kind.value, 0) + count
-    values = [x for x in exchanges if x.purpose in (Purpose.VALUE, Purpose.RESULT)]
-    largest = max(values, key=lambda x: x.bytes, default=None)
+    largest = next(iter(program.exchanges(Purpose.VALUE, Purpose.RESULT)), None)
     known = received(Purpose.ATTENTION, Purpose.GRADIENT, Purpose.VALUE, Purpose.RESULT)
     ratios = [
-        Account(accounts).work(direction).ratio
+        program.work(direction).ratio
         for direction in (GraphDirection.FORWARD, GraphDirection.BACKWARD)
     ]
     return Row(
@@ -125,7 +121,7 @@ def row(name: str, tokens: int, accounts: Sequence[GraphAccount]) -> Row:
         attention=received(Purpose.ATTENTION),
         gradients=received(Purpose.GRADIENT),
         gathered=received(Purpose.VALUE, Purpose.RESULT),
-        others=sum(x.bytes for x in exchanges) - known,
+        others=received() - known,
         messages=messages,
         forward=ratios[0],
         backward=ratios[1],

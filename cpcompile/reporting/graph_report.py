@@ -169,16 +169,19 @@ def part_of_attention(softmax: fx.Node, ctx: Context) -> str | None:
 
 @dataclass(frozen=True)
 class ShardedInput:
-    """An argument whose tokens are shared out, and whether the user said so."""
+    """An argument whose tokens are shared out, and whether the user said so.
+
+    sizes: of all ranks together.
+    """
 
     name: str
     dim: int
     inferred: bool
+    sizes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} dim {self.dim} ({'inferred' if self.inferred else 'given'})"
-        )
+        how = "inferred" if self.inferred else "given"
+        return f"{self.name} dim {self.dim} ({how})"
 
 
 @dataclass(frozen=True)
@@ -304,16 +307,16 @@ def account_of(graphs: Iterable[GraphReport]) -> Account:
 
 
 def _sharded_inputs(ctx: Context) -> tuple[ShardedInput, ...]:
-    sharded = {
-        graph_input.name: ShardedInput(
-            graph_input.name, graph_input.dim, graph_input.inferred
-        )
-        for graph_input in ctx.inputs.values()
-        if graph_input.name is not None and graph_input.dim is not None
-    }
+    inputs = {x.name: (node, x) for node, x in ctx.inputs.items() if x.name is not None}
+    dims = {name: x.dim for name, (_, x) in inputs.items() if x.dim is not None}
     for name, dim in ctx.findings.cut_inputs:
-        sharded.setdefault(name, ShardedInput(name, dim, inferred=True))
-    return tuple(sharded.values())
+        dims.setdefault(name, dim)
+    sharded = []
+    for name, dim in dims.items():
+        node, x = inputs[name]
+        sizes = expected_shape(fake_value(node))
+        sharded.append(ShardedInput(name, dim, x.dim is None or x.inferred, sizes))
+    return tuple(sharded)
 
 
 def _gradients(ctx: Context) -> tuple[str, ...]:

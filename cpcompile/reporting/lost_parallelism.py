@@ -28,7 +28,8 @@ from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.held import Callee
 from cpcompile.passes.graph.nodes import all_nodes, fake_value, where
 from cpcompile.passes.model.patterns.unmatched import NOT_KNOWN, is_product
-from cpcompile.reporting.graph_report import GraphReport, part_of_attention
+from cpcompile.passes.model.sharding.gathered_calls import LEAST_BYTES, LEAST_PART
+from cpcompile.reporting.graph_report import GraphReport
 from cpcompile.reporting.ways_out import (
     CALL_IT,
     MEBIBYTE,
@@ -45,8 +46,6 @@ from cpcompile.torch_private.operators import OpOverload
 
 MOST_WORK = 1.2
 """Work of all ranks together over one device's; more is a reason for a warning."""
-LEAST_BYTES, LEAST_PART = MEBIBYTE, 0.01
-"""What a line gathers, or computes again, is not worth a word below either of these."""
 _NAMED = 5  # lines
 # By process group: lengths of the sequences that attention calls had in any graph.
 _attended: dict[str, set[int]] = {}
@@ -189,9 +188,9 @@ def _about_attention_by_hand(ctx: Context, report: GraphReport) -> None:
     Nothing is lost where a rank has its own entries of the batch, such as windows.
     """
     by_hand = (*ctx.findings.unmatched_attention, *ctx.findings.row_parallel)
-    for rows in grouped(by_hand, lambda x: (part_of_attention(x[0], ctx), x[1])):
-        nodes, why = [node for node, _ in rows], rows[0][1]
-        part = part_of_attention(nodes[0], ctx)
+    shares = zip((node for node, _ in by_hand), report.by_hand, strict=True)
+    for rows in grouped(shares, lambda x: (x[1].form, x[1].reason)):
+        nodes, part, why = [x for x, _ in rows], rows[0][1].form, rows[0][1].reason
         if part == "batch":
             continue
         how = "is computed by rows of queries" if part else "is not shared out"

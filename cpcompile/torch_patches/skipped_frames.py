@@ -68,11 +68,8 @@ def install() -> None:
         reason = getattr(result, "skip_reason", None) or ""
         if "dispatch mode" in reason and is_ours(self):
             modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
-            code = frame.f_code
-            why = (
-                "is active, under which torch.compile compiles nothing; call it before"
-            )
-            warn_unsharded(_place(code), f"{' and '.join(modes)} {why}")
+            why = f"torch.compile compiles nothing under {' and '.join(modes)}"
+            warn_unsharded(_place(frame.f_code), f"{why}; call it once before")
             result.apply_to_code = False  # as in torch 2.15: the next call may compile
         elif "error was suppressed" in reason and is_ours(self):
             _warn_about_break(frame.f_code)
@@ -101,13 +98,13 @@ def _warn_about_break(code: CodeType) -> None:
         if file == code.co_filename and line in lines
     ]
     at = inside[-1] if inside else ""
-    warn_unsharded(
-        _place(code),
-        f"its graph breaks{at} where torch.compile cannot go on, as in a loop or a "
-        "`with`. What it calls is compiled one by one and gathered in between, and "
-        "attention in functions that are not compiled runs in whole on every rank; "
-        "remove the break (torch.compile(..., fullgraph=True) says where it is), or "
-        "compile the modules in the loop themselves",
+    warn_once(
+        f"{_place(code)} runs in eager on every rank: its graph breaks{at} where "
+        "torch.compile cannot go on, as in a loop or a `with`. What it calls is "
+        "compiled one by one and gathered in between, and attention in functions that "
+        "are not compiled runs in whole on every rank; remove the break "
+        "(torch.compile(..., fullgraph=True) says where it is), or compile the modules "
+        "in the loop themselves"
     )
 
 
@@ -136,9 +133,9 @@ def _past_the_limit(frame: Any) -> str:
         last = next(guard for guard in guards if value in guard)
         changed = f"; what changed most is {value}, in {count} of them (last: {last})"
     return (
-        f"{_place(code)} runs in eager, "
-        f"unsharded, on every rank from now on: it has {len(programs)} programs, the "
-        f"limit of torch.compile, and needs another one{changed}. Pass a number that "
+        f"{_place(code)} runs in eager, unsharded, on every rank from now on: it has "
+        f"{len(programs)} programs, the limit of torch.compile, and needs another one"
+        f"{changed}. Pass a number that "
         "changes as a 0-dim tensor, pad inputs to a few sizes, or raise "
         "torch._dynamo.config.recompile_limit"
     )

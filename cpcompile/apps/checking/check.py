@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -82,7 +83,7 @@ def check_call(call: CheckedCall, entry: str | None = None) -> Check:
     itemsize = max((x.element_size() for x in call.model.parameters()), default=4)
     prices = Prices(profile, call.ranks, itemsize)
     findings = findings_of(step, prices, bool(options.get("shard")))
-    per_token = saved_per_token(call, step.graphs)
+    per_token = saved_per_token(step.graphs)
     attention = [
         AttentionShare(x.path, x.form, x.reason)
         for graph in step.graphs
@@ -154,7 +155,9 @@ def _profile(call: CheckedCall) -> HardwareProfile:
     name = call.hardware or setting("hardware")
     if name is not None:
         return load_profile(name)
-    return profile_for_device(call.device_type, call.device_name, call.ranks)
+    device = call.device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return profile_for_device(device.type, gpu, call.ranks)
 
 
 def _unknown(step: FakeStep, mixers: Sequence[MixerPlan]) -> Iterator[str]:

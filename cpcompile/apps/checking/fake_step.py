@@ -74,17 +74,12 @@ class CheckedCall:
     memory: float | None = None
 
     @property
-    def device_type(self) -> str:
-        """The type of device that the model is on; "cpu" for one without memory."""
-        device = next((x.device.type for x in self.model.parameters()), "cpu")
-        return "cpu" if device == "meta" else device
-
-    @property
-    def device_name(self) -> str:
-        """The name of the GPU that the model is on, or ""."""
-        if self.device_type != "cuda" or not torch.cuda.is_available():
-            return ""
-        return str(torch.cuda.get_device_name())
+    def device(self) -> torch.device:
+        """The device that the model is on; the CPU for one without memory."""
+        device = next((x.device for x in self.model.parameters()), None)
+        if device is None or device.type == "meta":
+            return torch.device("cpu")
+        return device
 
     def step(self) -> FakeStep:
         """Compile the call; what strict=True refuses runs on gathered tensors.
@@ -114,7 +109,7 @@ class CheckedCall:
 
     def _compiled(self, strict: bool) -> FakeStep:
         options = dict(self.options or {})
-        device, axis = self.device_type, options.get("axis", "cp")
+        device, axis = self.device.type, options.get("axis", "cp")
         model, args, kwargs = self._copied()
         with ExitStack() as stack:
             mesh = stack.enter_context(fake_ranks(self.ranks, device, axis))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 
 from cpcompile.apps.checking.fake_step import CheckedCall
 from cpcompile.cost.max_sequence.fit import fit
@@ -49,7 +47,7 @@ class LongestSequence:
 
 
 def longest_sequence(
-    call: CheckedCall, graphs: tuple[GraphReport, ...], hardware: str
+    call: CheckedCall, graphs: Sequence[GraphReport], hardware: str
 ) -> LongestSequence | None:
     """Return the estimate; None where there is no honest one.
 
@@ -58,7 +56,9 @@ def longest_sequence(
     attention by hand saves weights of all pairs, and there is no estimate; and slower
     where a longer loss runs in tiles.
     """
-    memory = _device_memory(call.model) if call.memory is None else call.memory
+    memory = call.memory
+    if memory is None and call.device.type == "cuda":
+        memory = float(torch.cuda.get_device_properties(call.device).total_memory)
     if memory is None or not call.backward:
         return None
     decoder, dtype = _decoder(call.model), _dtype(call.model)
@@ -72,7 +72,7 @@ def longest_sequence(
         )
         basis = "by cp.fit for a decoder of this size, with Adam, one row"
         return LongestSequence(found.tokens, memory, basis)
-    saved = saved_per_token(call, graphs)
+    saved = saved_per_token(graphs)
     if saved is None:
         return None
     size, rows = saved
@@ -91,46 +91,21 @@ def longest_sequence(
     return LongestSequence(tokens, memory, basis)
 
 
-def saved_per_token(
-    call: CheckedCall, graphs: tuple[GraphReport, ...]
-) -> tuple[float, int] | None:
+def saved_per_token(graphs: Sequence[GraphReport]) -> tuple[float, int] | None:
     """Return bytes that a rank saves per token of its own, and the rows of the batch.
 
-    None without a sharded input, or where attention by hand may save all pairs.
+    None without a sharded input, or where attention by hand may save all pairs, or
+    where sequences have several lengths.
     """
-    if any(graph.by_hand for graph in graphs):
+    if any(graph.by_hand or graph.began for graph in graphs):
         return None
-    shape, saved = _sequence(call, graphs), account_of(graphs).saved_bytes
-    if shape is None or not saved:
+    inputs = [x for graph in graphs for x in graph.inputs]
+    saved = account_of(graphs).saved_bytes
+    if not saved or len({x.sizes[x.dim] for x in inputs}) != 1:
         return None
-    rows, length = shape
-    return saved / (rows * -(-length // call.ranks)), rows
-
-
-def _sequence(
-    call: CheckedCall, graphs: tuple[GraphReport, ...]
-) -> tuple[int, int] | None:
-    """Return the rows and the length of the sequence, if there is one length."""
-    if any(graph.began for graph in graphs):
-        return None
-    try:
-        signature = inspect.signature(type(call.model).forward)
-        bound = signature.bind(None, *call.args, **call.kwargs).arguments
-    except TypeError:
-        return None
-    values: dict[str, Any] = dict(bound)
-    for x in bound.values():  # of **kwargs
-        values |= x if isinstance(x, Mapping) else {}
-    shapes = [
-        (values[x.name].shape, x.dim)
-        for graph in graphs
-        for x in graph.inputs
-        if isinstance(values.get(x.name), Tensor)
-    ]
-    if len({shape[dim] for shape, dim in shapes}) != 1:
-        return None
-    shape, dim = shapes[0]
-    return (shape[0] if dim == 1 else 1), shape[dim]
+    sizes, dim = inputs[0].sizes, inputs[0].dim
+    rows = sizes[0] if dim == 1 else 1
+    return saved / (rows * -(-sizes[dim] // graphs[0].ranks)), rows
 
 
 def _dtype(model: nn.Module) -> str | None:
@@ -154,11 +129,3 @@ def _decoder(model: nn.Module) -> Decoder | None:
     )
     count = sum(x.numel() for x in model.parameters())
     return decoder if abs(decoder.parameters - count) <= _ALIKE * count else None
-
-
-def _device_memory(model: nn.Module) -> float | None:
-    """Return the bytes of the GPU on which the model is; None on others."""
-    device = next((x.device for x in model.parameters()), None)
-    if device is None or device.type != "cuda":
-        return None
-    return float(torch.cuda.get_device_properties(device).total_memory)

@@ -312,10 +312,8 @@ def warn_of_budget(saving: SavingBudget | None) -> None:
     for saved in saving.found:
         if saved.size > saved.budget:
             least = f"{saved.size / saved.fastest:.2f}"
-            why = (
-                f"{least} is the least that can be saved for the backward "
-                f"({saved.size / 2**20:.1f} MiB)"
-            )
+            size = f"{saved.size / 2**20:.1f} MiB"
+            why = f"{least} ({size}) is the least that can be saved for the backward"
             option = f"options['activation_memory'] = {saving.given:g}"
             warn_unmet(saving.frame, option, why)
         if saved.attention:

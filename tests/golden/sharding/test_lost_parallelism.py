@@ -62,39 +62,6 @@ class ByHand(nn.Module):
         return weights @ v + (weights.sum() if self.kind == "rows" else 0.0)
 
 
-@pytest.mark.parametrize("kind", ["matmul", "einsum"])
-def test_attention_by_hand(mesh, caplog, kind):
-    run(ByHand(kind), activations(), mesh=mesh)
-    (text,) = warnings(caplog)
-    assert "nothing is sharded: attention is written by hand at " in text
-    assert "test_lost_parallelism.py" in text and ", line " in text
-    assert "ranks together do 8.00 times the work of one device; name the" in text
-    assert 'name the input in options={"shard": {"argument": dim}}' in text
-
-
-def test_of_a_module_that_returns_weights(mesh, caplog):
-    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-    run(lambda x: attention(x, x, x)[0], activations(), mesh=mesh)
-    (text,) = warnings(caplog)
-    assert "need_weights=False" in text
-
-
-def test_and_naming_the_input_shares_out_the_rest(mesh, caplog):
-    run(ByHand(), activations(), mesh=mesh, shard={"x": 1})
-    (text,) = [x for x in warnings(caplog) if "attention" in x]
-    assert "because it is of no form that is known: every rank gathers" in text
-    assert "by rows of queries" in text and "call F.scaled_dot_product" in text
-
-
-def test_row_parallel(mesh, caplog):
-    """The input is inferred, and what it costs is said."""
-    run(ByHand("rows"), activations(), mesh=mesh)
-    (text,) = warnings(caplog)
-    assert "is computed by rows of queries, because its weights are read more" in text
-    assert "test_lost_parallelism.py" in text and ", line " in text
-    assert "every rank gathers the keys, and holds the weights of its queries" in text
-
-
 class KeysFirst(ByHand):
     """Scores [keys, queries], which DTensor shards along the keys, or the other way."""
 
@@ -110,11 +77,48 @@ class KeysFirst(ByHand):
         return (q @ k.mT).square().softmax(-1) @ v
 
 
-@pytest.mark.parametrize("keys_first", [True, False])
-def test_scores_that_are_not_gathered(keys_first, mesh, caplog):
-    run(KeysFirst(keys_first), activations(), mesh=mesh, shard={"x": 1})
+class Weights(nn.MultiheadAttention):
+    """A module that returns weights."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 4, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
+
+
+UNSHARDED = (
+    "nothing is sharded: attention is written by hand at ",
+    "ranks together do 8.00 times the work of one device; name the input in "
+    'options={"shard": {"argument": dim}}, or call F.scaled_dot_product_attention',
+)
+ROWS = "every rank gathers the keys, and holds the weights of its queries, 0.0 MiB each"
+TOLD = {
+    "matmul": (ByHand, {}, UNSHARDED),
+    "einsum": (lambda: ByHand("einsum"), {}, UNSHARDED),
+    "returns": (Weights, {}, ("need_weights=False",)),
+    "named": (
+        ByHand, {"shard": {"x": 1}},
+        ("by rows of queries, because it is of no form that is known: every rank gath",
+         "call F.scaled_dot_product"),
+    ),
+    # The input is inferred, and what it costs is said.
+    "rows": (
+        lambda: ByHand("rows"), {},
+        ("is computed by rows of queries, because its weights are read more", ROWS),
+    ),
+    "keys first": (lambda: KeysFirst(True), {"shard": {"x": 1}}, (ROWS,)),
+    "queries first": (lambda: KeysFirst(False), {"shard": {"x": 1}}, (ROWS,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_attention_by_hand(mesh, caplog, name):
+    make, options, parts = TOLD[name]
+    run(make(), activations(), mesh=mesh, **options)
     (text,) = [x for x in warnings(caplog) if "attention" in x]
-    assert "every rank gathers the keys, and holds the weights of its queries" in text
+    assert all(part in text for part in parts), text
+    assert ", line " in text and (name == "returns" or "test_lost_par" in text)
 
 
 class Windows(nn.Module):
@@ -216,11 +220,7 @@ class BreaksInLoop(Block):
 def test_a_function_that_breaks_in_a_loop(mesh, caplog):
     """The backend is never called for it."""
     run(BreaksInLoop(), activations(), mesh=mesh)
-    texts = [
-        x
-        for x in warnings(caplog)
-        if "runs unsharded, with all of its work on every rank" in x
-    ]
+    texts = [x for x in warnings(caplog) if "runs in eager on every rank" in x]
     text = texts[0]
     file, line = text.split(" at ")[1].split(" ")[0].rsplit(":", 1)
     assert "def forward" in linecache.getline(file, int(line))
@@ -238,11 +238,7 @@ class CountsInLoop(Block):
 
 def test_what_breaks_in_a_loop_is_named(mesh, caplog):
     run(CountsInLoop(), activations(), mesh=mesh)
-    (text,) = [
-        x
-        for x in warnings(caplog)
-        if "runs unsharded, with all of its work on every rank" in x
-    ]
+    (text,) = [x for x in warnings(caplog) if "runs in eager on every rank" in x]
     line = int(re.search(r"breaks \(line (\d+): (.*?)\) where", text)[1])
     assert "bincount" in linecache.getline(__file__, line)
     assert ": Dynamic shape operator: aten.bincount.default)" in text

@@ -308,50 +308,50 @@ def refused(*args, error=InputError, model=None, **settings) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [1, 0, True, 2.0])
-def test_less_than_two_ranks(ranks):
-    assert f"got ranks={ranks!r}; needed at least 2" in refused(tokens(), ranks=ranks)
+MISTAKES = {
+    **{repr(x): ((tokens(),), {"ranks": x}, f"got ranks={x!r}; needed at least 2")
+       for x in (1, 0, True, 2.0)},
+    "no module": ((tokens(),), {"model": len}, "got builtin_function_or_method as the"),
+    "no input": ((), {}, "cp.check(model, tokens, labels)"),
+    "memory": ((tokens(),), {"memory": -1}, "got memory=-1"),
+    "memory of a tensor": ((tokens(),), {"memory": tokens()}, "got memory=Tensor"),
+    "two axes": ((tokens(),), {"options": {"axis": ("ring", "ulysses")}}, "two axes"),
+    "does not run": (
+        (tokens().float(),), {},
+        "Decoder does not run with these inputs under torch.compile ... "
+        "Expected tensor for argument #1 'indices'",
+    ),
+}  # fmt: skip
 
 
-def test_no_module():
-    assert "got function as the model" in refused(tokens(), model=lambda x: x)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name):
+    args, settings, texts = MISTAKES[name]
+    message = refused(*args, **settings)
+    assert all(text in message for text in texts.split(" ... "))
 
 
-def test_no_input():
-    assert "cp.check(model, tokens, labels)" in refused()
-
-
-def test_memory():
-    assert "got memory=-1" in refused(tokens(), memory=-1)
-    assert "got memory=Tensor" in refused(tokens(), memory=tokens())
-
-
-def test_options():
+def test_mistakes_of_names():
     text = refused(tokens(), options={"strateg": "ring"}, error=OptionError)
     assert "did you mean 'strategy'" in text
-    text = refused(tokens(), options={"axis": ("ring", "ulysses")})
-    assert "two axes" in text
     text = refused(tokens(), hardware="h1000", error=ValueError)
     assert "hardware profile 'h1000' is unknown" in text
 
 
-def test_a_model_that_does_not_run():
-    text = refused(tokens().float())
-    assert "Decoder does not run with these inputs under torch.compile" in text
-    assert "Expected tensor for argument #1 'indices'" in text
-
-
-def test_in_a_group_that_runs(one_rank):
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        (None, ["a process group of 1 ranks runs here", "before init_process_group"]),
+        ("mesh", ["makes one of fake ranks"]),
+    ],
+)
+def test_in_a_group_that_runs(one_rank, options, texts):
+    if options == "mesh":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        options = {"mesh": mesh}
     with pytest.raises(InputError) as caught:
-        cp.check(Decoder(), tokens())
-    assert "a process group of 1 ranks runs here" in str(caught.value)
-    assert "needed a call before init_process_group" in str(caught.value)
-
-
-def test_a_mesh(one_rank):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-    with pytest.raises(InputError, match="makes one of fake ranks"):
-        cp.check(Decoder(), tokens(), options={"mesh": mesh})
+        cp.check(Decoder(), tokens(), options=options)
+    assert all(text in str(caught.value) for text in texts)
 
 
 @pytest.fixture

@@ -111,14 +111,15 @@ def test_notes_below_the_table(explanation):
 
 def test_where_tokens_enter(explanation):
     (graph,) = explanation.graphs
-    inputs = (ShardedInput("ids", 1, True), ShardedInput("batch.x", 2, False))
+    inputs = ShardedInput("ids", 1, True, (2, 8)), ShardedInput("batch.x", 2, False)
     graph = replace(graph, inputs=inputs, began=("patches conv2d [2, 8, 36]",))
     first, second, third, *_ = str(Explanation((graph,))).splitlines()[6:]
     assert first == "  sharded inputs: ids dim 1 (inferred), batch.x dim 2 (given)"
     assert second == "  tokens begin at: patches conv2d [2, 8, 36]"
     assert third == "  predicted for cpu"
     (as_json,) = json.loads(Explanation((graph,)).to_json())["graphs"]
-    assert as_json["inputs"][0] == {"name": "ids", "dim": 1, "inferred": True}
+    ids = {"name": "ids", "dim": 1, "inferred": True, "sizes": [2, 8]}
+    assert as_json["inputs"][0] == ids
 
 
 def test_nothing_ran():
