@@ -263,7 +263,8 @@ def _about_breaks(
         cost = "attention that is called there runs in whole on every rank"
         if gathered := ctx.findings.gathered_results:
             size = report.account.received(Purpose.RESULT) / MEBIBYTE
-            cost += f"; gathered there, {size:.1f} MiB: {', '.join(gathered)}"
+            names = ", ".join(gathered)
+            cost += f"; gathered there on every rank, {size:.1f} MiB: {names}"
         elif any(placement is not None for placement in ctx.findings.outputs):
             cost += "; values cross it as DTensors"
         places = tuple((x.filename, x.lineno or 0) for x in reason.user_stack)

@@ -131,7 +131,7 @@ def warnings_of_a_break(door: str) -> list[str]:
 @pytest.mark.parametrize(
     ("door", "cost"),
     [
-        ("plain", "gathered there on every rank: x [2, 16, 32]"),
+        ("plain", "gathered there on every rank, 0.0 MiB: x [2, 16, 32]"),
         ("dtensor", "values cross it as DTensors"),
     ],
 )
