@@ -92,9 +92,7 @@ CONCERNS = {
         cpcompile/torch_patches/donated_buffers.py passes/local/send_in_buckets.py""",
     "compile": "cpcompile/compile cpcompile/backend.py",
     "frontend": "cpcompile/frontend cpcompile/options.py",
-    "ranks": """
-        cpcompile/ranks cpcompile/frontend/rank_consistency
-        cpcompile/apps/checking/fake_ranks.py""",
+    "ranks": "cpcompile/ranks cpcompile/frontend/rank_consistency",
     "shard, batches, caches": """
         cpcompile/ranks/local_batches.py cpcompile/ranks/sharded_cache.py
         cpcompile/ranks/shardings.py cpcompile/ranks/same_rows.py""",
