@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from cpcompile.cost.plans.tables import (
     milliseconds,
     text_table,
 )
+from cpcompile.errors import InputError
 from cpcompile.reporting.graph_report import (
     CallReport,
     GraphReport,
@@ -30,12 +31,11 @@ from cpcompile.reporting.graph_report import (
     recording,
 )
 from cpcompile.reporting.plan_facts import candidate_notes
-from cpcompile.reporting.tracing.measured import Measured
 from cpcompile.reporting.ways_out import MEBIBYTE, place_of
 
 _HEADER = (
     *("attention", "q", "k/v", "mask", "layout", "strategy", "ranks", "kernel"),
-    *("ms", "exposed"),
+    *("ms", "exposed", "runner-up", "excluded"),
 )
 _BY_HAND = {
     "batch": "attention by hand, own entries of the batch",
@@ -82,23 +82,13 @@ class Explanation:
         if not self.graphs:
             return 'no graph compiled by backend="cp" ran in this call'
         blocks = []
-        for graph, measured in self._graphs():
-            rows, notes = _rows(graph, measured)
+        for graph in self.graphs:
+            rows, notes = _rows(graph)
             blocks.append(graph.summary())
-            blocks += [text_table([self._header(), *rows])] * bool(rows)
+            blocks += [text_table([_HEADER, *rows])] * bool(rows)
             blocks += [f"  {note}" for note in notes]
             blocks += [*_work_lines(graph.account), *_exchange_lines(graph.account)]
         return "\n".join(blocks)
-
-    def _header(self) -> tuple[str, ...]:
-        measured = ("measured", "exposed") if self.measured else ()
-        return (*_HEADER, *measured, "runner-up", "excluded")
-
-    def _graphs(self) -> Iterator[tuple[GraphReport, Iterator[Measured] | None]]:
-        """Yield every graph with what was measured of calls, to be taken in order."""
-        remaining = iter(self.measured) if self.measured else None
-        for graph in self.graphs:
-            yield graph, remaining
 
     def to_json(self) -> str:
         """Return all graphs, calls, plans and candidates; see cost.plain_data."""
@@ -112,30 +102,18 @@ class Explanation:
         a plan, ImportError without matplotlib, naming the extra.
         """
         # Pictures are optional, and slow to import.
+        from cpcompile.reporting.drawing import draw
 
-        groups: dict[Plan, list[str]] = {}
-        rows: list[tuple[str, ...]] = []
-        lines: list[str] = []
-        for graph, measured in self._graphs():
-            graph_rows, notes = _rows(graph, measured)
-            rows += graph_rows
-            lines += [graph.summary(), *notes]
-            lines += [*_work_lines(graph.account), *_exchange_lines(graph.account)]
-            for call in graph.calls:
-                if call.plan is not None:
-                    groups.setdefault(call.plan, []).append(call.path)
-        sections = [
-            Section(
-                title=f"{plan.chosen.label}: {_how_many(paths)}",
-                plan=plan,
-                calls=tuple(paths),
-                layers=len(paths),
+        paths: dict[Plan, list[str]] = {}
+        for call in self.calls:
+            if call.plan is not None:
+                paths.setdefault(call.plan, []).append(call.path)
+        if not paths:
+            raise InputError(
+                f"Explanation.draw: {path}: none of {len(self.calls)} attention calls "
+                "has a plan; needed one that is shared out"
             )
-            for plan, paths in groups.items()
-        ]
-        lines = lines or [str(self)]
-        table = Table(self._header(), tuple(rows)) if rows else None
-        return page("cpcompile: attention calls", lines, table, sections)
+        draw(Path(path), {_how_many(calls): plan for plan, calls in paths.items()})
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -159,14 +137,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def _rows(graph: GraphReport) -> tuple[list[tuple[str, ...]], list[str]]:
     """Return a row per call, and notes: profiles, exclusions, what is gathered."""
     reasons: dict[str, int] = {}
-    rows = []
-    for call in graph.calls:
-        times: tuple[str, ...] = ()
-        if measured is not None:
-            x = next(measured) if call.plan else None
-            seconds = (x.seconds, x.exposed_seconds) if x else (None, None)
-            times = tuple(map(milliseconds, seconds))
-        rows.append(_row(call, times, reasons))
+    rows = [_row(call, reasons) for call in graph.calls]
     plans = [call.plan for call in graph.calls if call.plan is not None]
     notes = graph.edges()
     notes += [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
@@ -184,9 +155,7 @@ def _rows(graph: GraphReport) -> tuple[list[tuple[str, ...]], list[str]]:
     return rows, notes
 
 
-def _row(
-    call: CallReport, times: tuple[str, ...], reasons: dict[str, int]
-) -> tuple[str, ...]:
+def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
     """Return the row of a call; `reasons` numbers the exclusions of all, and grows."""
     shapes = (
         call.path,
@@ -197,7 +166,7 @@ def _row(
     plan = call.plan
     if plan is None:
         form, why = call.form or "not rewritten", call.reason or ""
-        return (*shapes, "", form, "", "", "", "", *times, "", why)
+        return (*shapes, "", form, "", "", "", "", "", why)
     numbers = [reasons.setdefault(n, len(reasons) + 1) for n in candidate_notes(plan)]
     return (
         *shapes,
@@ -207,7 +176,6 @@ def _row(
         call.kernel or "",
         milliseconds(plan.chosen.seconds),
         milliseconds(plan.chosen.exposed_seconds),
-        *times,
         plan.runner_up_text(config.tie_fraction),
         " ".join(f"[{number}]" for number in numbers),
     )
