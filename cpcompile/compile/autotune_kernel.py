@@ -15,12 +15,8 @@ from torch import Tensor
 
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.step.attention_step import attention_step
-from cpcompile.ops.step.attention_step_backward import (
-    attention_step_backward,
-    attention_step_dkdv,
-    attention_step_dq,
-)
-from cpcompile.ops.step.step_arguments import ChunkLimits
+from cpcompile.ops.step.attention_step_backward import Parts, attention_step_backward
+from cpcompile.ops.step.step_arguments import StepChunk
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +62,7 @@ def fastest_kernel(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, kernel: StepKernel
 ) -> Callable[[], object]:
-    arguments = ChunkLimits(q.shape[-1] ** -0.5).arguments()
+    arguments = StepChunk.plain(q.shape[-1] ** -0.5).arguments()
     how = (False, kernel.value)
     out, lse = attention_step(q, k, v, None, None, *arguments, *how)
     return lambda: attention_step(q, k, v, out, lse, *arguments, *how)
@@ -75,21 +71,23 @@ def _forward(
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, kernel: StepKernel
 ) -> Callable[[], object]:
-    arguments, how = ChunkLimits(q.shape[-1] ** -0.5).arguments(), (False, kernel.value)
+    arguments = StepChunk.plain(q.shape[-1] ** -0.5).arguments()
     out, lse = attention_step(q, k, v, None, None, *arguments, True, kernel.value)
     grad = torch.randn_like(out)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
 
+    def computed(rows: Tensor, sums: list[Tensor], parts: Parts) -> list[Tensor]:
+        told = (parts.value, *arguments, False, kernel.value)
+        operands = (grad, q, k, v, lse, rows, sums)
+        gradients: list[Tensor] = attention_step_backward(*operands, *told)
+        return gradients
+
     def split() -> None:
-        operands = (grad, q, k, v, lse, lse)  # any delta takes the same time
-        attention_step_dkdv(*operands, dk, dv, *arguments, *how)
-        attention_step_dq(*operands, dq, *arguments, *how)
+        computed(lse, [dk, dv], Parts.DKDV)  # any delta takes the same time
+        computed(lse, [dq], Parts.DQ)
 
     def joint() -> None:
-        operands = (grad, q, k, v, out, lse, dq)
-        _, dk_part, dv_part, _ = attention_step_backward(
-            *operands, *arguments, False, *how
-        )
+        _, dk_part, dv_part = computed(out, [dq], Parts.ALL)
         torch.add(dk, dk_part), torch.add(dv, dv_part)
 
     return split if kernel is StepKernel.TEMPLATE else joint

@@ -30,7 +30,7 @@ from cpcompile.geometry.mask_tiles import Tile, TokenSpan, blocks_of_tiles
 
 def spans(layout: Layout, runs: Runs, rank: int) -> tuple[TokenSpan, ...]:
     """Return the tokens of a rank, contiguous or zigzag, as non-empty spans."""
-    if layout is Layout.CONTIGUOUS:
+    if layout is Layout.CONTIGUOUS or runs.ranks == 1:
         own = [
             TokenSpan(runs.start(rank, i), runs.offset(rank, i), runs.run(rank, i))
             for i in range(runs.pieces)

@@ -11,8 +11,7 @@ row sees is one range of keys, and a causal limit on it moves with the row:
     head-tail zigzag            s = r: keys < i + 1    s < r: the first half of the keys
                                 s > r: all, but only the second half of the rows
 
-A sliding window is a lower limit of the same form. Limits that are no such line are
-int32 vectors, one entry per row, that never decrease.
+Where the integers are symbols, one int32 vector says the same, an entry per row.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Visible:
 
     rows: rows[0] <= i < rows[1], and
     keys: keys[0] <= j < keys[1], and
-    upper: j < i + upper[i % 2], and
-    lower: j >= i + lower[i % 2].
+    upper: j < i + upper[i % 2].
 
     None is no such limit. Rows outside of `rows` see nothing.
     """
@@ -45,7 +43,6 @@ class Visible:
     rows: Pair | None = None
     keys: Pair | None = None
     upper: Pair | None = None
-    lower: Pair | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -63,7 +60,7 @@ class Visible:
         Numbers are those of the fields in their order, from 0. [2, 1, 1] is a causal
         limit, upper=(1, 1), and [] is no limit.
         """
-        pairs = (self.rows, self.keys, self.upper, self.lower)
+        pairs = (self.rows, self.keys, self.upper)
         return [
             n
             for number, pair in enumerate(pairs)
@@ -75,13 +72,13 @@ class Visible:
     def of_list(cls, numbers: Sequence[int]) -> Visible:
         """Undo `to_list`; raise ValueError for integers that it does not make."""
         fields = list(numbers[::3])
-        if len(numbers) % 3 or fields != sorted({*fields} & {0, 1, 2, 3}):
+        if len(numbers) % 3 or fields != sorted({*fields} & {0, 1, 2}):
             raise ValueError(
-                f"limits: got {list(numbers)}; needed the number and the two integers "
-                "of each limit, of rows 0, keys 1, upper 2 and lower 3 in this order: "
-                "make the list by Visible.to_list"
+                f"visible: got {list(numbers)}; needed the number and the two integers "
+                "of each limit, of rows 0, keys 1 and upper 2 in this order: make the "
+                "list by Visible.to_list"
             )
-        pairs: list[Pair | None] = [None] * 4
+        pairs: list[Pair | None] = [None] * 3
         for number, first, second in zip(
             fields, numbers[1::3], numbers[2::3], strict=True
         ):
@@ -90,24 +87,14 @@ class Visible:
 
     def pairs(self, row_count: int, key_count: int) -> int:
         """Count the (query, key) pairs that are computed."""
-        blocks = self.blocks(row_count, key_count)
-        if blocks is not None:
-            return live_pairs(blocks)
-        # All but those below the lower limit, which is not above the upper one.
-        assert self.lower is not None
-        below = Visible(self.rows, self.keys, self.lower)
-        within = Visible(self.rows, self.keys, _largest(self.upper, self.lower))
-        sizes = row_count, key_count
-        return within.pairs(*sizes) - below.pairs(*sizes)
+        return live_pairs(self.blocks(row_count, key_count))
 
-    def blocks(self, row_count: int, key_count: int) -> tuple[Block, ...] | None:
-        """Return blocks that cover exactly what is seen; None for a lower limit.
+    def blocks(self, row_count: int, key_count: int) -> tuple[Block, ...]:
+        """Return blocks that cover exactly what is seen.
 
         Where `upper` differs for even and odd rows, blocks have every second row and
         every second key: row 2 a + p sees key 2 b + s up to some b - a.
         """
-        if self.lower is not None:
-            return None
         rows = _clipped(self.rows, row_count)
         keys = _clipped(self.keys, key_count)
         if self.upper is None:
@@ -201,53 +188,30 @@ def visible_tokens(tokens: TokenLayout, rank: int, source: int) -> Visible:
     return Visible(keys=real, upper=(even, odd))
 
 
-def limits_of_rows(
-    visible: Visible, row_count: int, key_count: int, device: device
-) -> tuple[Tensor, Tensor]:
-    """Return the lower and the upper limit of each row, int32 [row_count] each.
-
-    Row i sees the keys lower[i] <= j < upper[i], which are none if upper is not more
-    than lower. Limits may be symbols.
-    """
-    import torch  # slow; plans are made without it
-
-    row = torch.arange(row_count, dtype=torch.int32, device=device)
-
-    def line(pair: Pair) -> Tensor:
-        even, odd = pair
-        if _is_same(even, odd):
-            return row + even
-        return row + torch.where(row % 2 == 0, even, odd).to(torch.int32)
-
-    first, end = visible.rows or (0, row_count)
-    start, stop = visible.keys or (0, key_count)
-    lower, upper = torch.full_like(row, start).clamp(min=0), torch.full_like(row, stop)
-    if visible.lower is not None:
-        lower = torch.maximum(lower, line(visible.lower))
-    if visible.upper is not None:
-        upper = torch.minimum(upper, line(visible.upper).clamp(min=0))
-    if visible.rows is not None:
-        upper = upper * (row >= first)
-        if not _is_at_least(end, row_count):
-            upper = upper * (row < end)
-    return lower, upper
-
-
 def upper_of_rows(
     visible: Visible, row_count: int, key_count: int, device: device
 ) -> Tensor:
-    """Return the upper limit of each row, where it says all that rows see.
+    """Return the upper limit of each row, int32 [row_count]: it sees the keys below.
 
-    Raises: ValueError for limits that are none of this form: a lower one, one that
-    differs for even and odd rows, a first key, or rows that end before the last.
+    Limits may be symbols.
+
+    Raises: ValueError for what one such vector, which never decreases, cannot say: a
+    limit that differs for even and odd rows, a first key, or rows that end before the
+    last.
     """
-    _, end = visible.rows or (0, row_count)
-    start, _ = visible.keys or (0, key_count)
+    import torch  # slow; plans are made without it
+
+    first, end = visible.rows or (0, row_count)
+    start, stop = visible.keys or (0, key_count)
     even, odd = visible.upper or (key_count, key_count)
     whole = _is_at_least(end, row_count) and _is_at_least(0, start)
-    if visible.lower is not None or not _is_same(even, odd) or not whole:
+    if not whole or not (_is_at_least(even, odd) and _is_at_least(odd, even)):
         raise ValueError(f"got {visible}; needed one upper limit for each row, rising")
-    return limits_of_rows(visible, row_count, key_count, device)[1]
+    row = torch.arange(row_count, dtype=torch.int32, device=device)
+    upper = torch.full_like(row, stop)
+    if visible.upper is not None:
+        upper = torch.minimum(upper, (row + even).clamp(min=0))
+    return upper if visible.rows is None else upper * (row >= first)
 
 
 def _blocks(rows: range, keys: range, upper: int | None) -> tuple[Block, ...]:
@@ -268,10 +232,6 @@ def _blocks(rows: range, keys: range, upper: int | None) -> tuple[Block, ...]:
     )
 
 
-def _is_same(n: int, m: int) -> bool:
-    return _is_at_least(n, m) and _is_at_least(m, n)
-
-
 def _is_at_least(n: int, m: int) -> bool:
     if isinstance(n, int) and isinstance(m, int):
         return n >= m
@@ -284,12 +244,6 @@ def _is_at_least(n: int, m: int) -> bool:
 def _clipped(key_ranges: Pair | None, count: int) -> range:
     start, stop = key_ranges or (0, count)
     return range(max(start, 0), min(stop, count))
-
-
-def _largest(upper: Pair | None, lower: Pair) -> Pair | None:
-    if upper is None:
-        return None
-    return max(upper[0], lower[0]), max(upper[1], lower[1])
 
 
 def _within(offset: int, visible: Visible) -> Visible:

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.configs import Kernel, StepConfig
-from cpcompile.kernels.constants import ScoreModifiers
+from cpcompile.kernels.constants import RowLimits, ScoreModifiers
 from cpcompile.kernels.launch import (
     default_config,
     gradient_operands,
@@ -28,9 +27,7 @@ def dbias(
     v_BGKE: Tensor,
     lse_BHR: Tensor,
     delta_BHR: Tensor,
-    upper_rows_R: Tensor | None,
-    lower_rows_R: Tensor | None,
-    visible: Visible,
+    limits: RowLimits,
     scale: float,
     *,
     changes: ScoreModifiers,
@@ -38,7 +35,8 @@ def dbias(
 ) -> Tensor:
     """Compute what the pairs of a chunk add to the gradient of `changes.biasing`.
 
-    Arguments are those of launch.dkdv; visible has no slices. The result is float32.
+    Arguments are those of launch.gradients; limits have no slices. The result is in
+    float32.
     For a bias by key it is [B, H, K], of these keys. For a bias by distance it is
     [B, H, R + K - 1], where entry d + R - 1 is the sum over all pairs of key j and row
     i with j - i = d: rows, and keys, have to be consecutive in their sequences.
@@ -47,8 +45,9 @@ def dbias(
     by_key = changes.biasing.offsets_R is None
     (B, H, R, _), K = q_BHRD.shape, k_BGKD.shape[2]
     count = K if by_key else R + K - 1
-    if sees_nothing(q_BHRD, k_BGKD, visible):
+    if sees_nothing(q_BHRD, k_BGKD, limits):
         return q_BHRD.new_zeros((B, H, max(count, 0)), dtype=torch.float32)
+    visible = limits.visible
     assert visible.rows is None and visible.keys is None, f"dbias of {visible}"
     config = config or default_config(Kernel.DBIAS, q_BHRD, v_BGKE)
     block = config.block_n
@@ -58,9 +57,8 @@ def dbias(
     shape = (1 if by_key else 2, B, H, programs * block)
     sums = q_BHRD.new_empty(shape, dtype=torch.float32)
     operands = (grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
-    tensors, limits = gradient_operands(*operands), (upper_rows_R, lower_rows_R)
-    named = dict(zip(("UPPER", "LOWER"), limits, strict=True))
-    visibility = (named, visible, scale, changes)
+    visibility = (limits, scale, changes)
+    tensors = gradient_operands(*operands)
     launch_kernel(Kernel.DBIAS, tensors, {}, *visibility, sums, config)
     if by_key:
         return sums[0, ..., :K]

@@ -10,12 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.visibility import Pair, Visible
+from cpcompile.geometry.visibility import ALL, Pair, Visible
 from cpcompile.kernels.configs import Kernel, StepConfig, padded
 
 LOG2_E = math.log2(math.e)  # the kernels work in base 2: exp2 is one instruction
 # The scale that stands for 0: a hidden score is -inf, and -inf * 0 would be NaN.
 SMALLEST_SCALE = 1e-30
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """Which keys of a chunk each row sees: a few integers, or a range for each row.
+
+    upper, lower: int32 [R], never decreasing, or nodes of Inductor: row i sees the keys
+        lower[i] <= j < upper[i]. `upper` stands in the place of that of `visible`.
+    """
+
+    visible: Visible = ALL
+    upper: Any = None
+    lower: Any = None
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Vectors by their names in the templates, in the order of the kernels."""
+        by_name = {"UPPER": self.upper, "LOWER": self.lower}
+        return {name: x for name, x in by_name.items() if x is not None}
+
+
+EVERY_KEY = RowLimits()
 
 
 @dataclass(frozen=True)
@@ -135,9 +157,7 @@ def step_constants(
     head_dim: int,
     value_dim: int,
     heads_per_kv: int,
-    visible: Visible,
-    upper_rows: bool,
-    lower_rows: bool,
+    limits: RowLimits,
     accumulate: bool,
     scale: float,
     precision: str,
@@ -150,10 +170,10 @@ def step_constants(
     may be symbolic; `divides(n, block)` says whether n is known to be a multiple of
     block. Strings come quoted, as they are pasted into the source.
     """
+    visible = limits.visible
     row_start, row_stop, even_rows = _slice(visible.rows, rows, config.block_m, divides)
     key_start, key_stop, even_keys = _slice(visible.keys, keys, config.block_n, divides)
     upper_even, upper_odd = visible.upper or (0, 0)
-    lower_even, lower_odd = visible.lower or (0, 0)
     size, cap, dropping = abs(scale), changes.softcap, changes.dropping
     changed: dict[str, Any] = {}
     if cap:
@@ -185,14 +205,11 @@ def step_constants(
         "KEY_SLICE": visible.keys is not None,
         "KEY_START": key_start,
         "KEY_STOP": key_stop,
-        "HAS_UPPER": upper_rows or visible.upper is not None,
-        "UPPER_VECTOR": upper_rows,
+        "HAS_UPPER": limits.upper is not None or visible.upper is not None,
+        "UPPER_VECTOR": limits.upper is not None,
         "UPPER_EVEN": upper_even,
         "UPPER_ODD": upper_odd,
-        "HAS_LOWER": lower_rows or visible.lower is not None,
-        "LOWER_VECTOR": lower_rows,
-        "LOWER_EVEN": lower_even,
-        "LOWER_ODD": lower_odd,
+        "HAS_LOWER": limits.lower is not None,
         **changed,
     }
 
@@ -201,8 +218,7 @@ def tensor_names(
     kernel: Kernel,
     *,
     accumulate: bool,
-    upper_rows: bool,
-    lower_rows: bool,
+    limits: RowLimits,
     changes: ScoreModifiers,
 ) -> tuple[str, ...]:
     """List the tensor arguments in order; the last of FORWARD and DKDV is an output."""
@@ -219,8 +235,7 @@ def tensor_names(
     return (
         *operands,
         *(accumulators if accumulate else ()),
-        *(("UPPER",) if upper_rows else ()),
-        *(("LOWER",) if lower_rows else ()),
+        *limits.tensors,
         *changes.tensors,
         *second_output,
     )
@@ -235,16 +250,16 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def _slice(
-    limits: Pair | None, size: Any, block: int, divides: Callable[[Any, int], bool]
+    pair: Pair | None, size: Any, block: int, divides: Callable[[Any, int], bool]
 ) -> tuple[int, int, bool]:
     """Return start and stop of a slice (0, 0 without one), and if no tile is cut.
 
     Tiles cover all of the size in one kernel and only the slice in another, so both
     must be multiples. A stop that may lie beyond a symbolic size cuts.
     """
-    if limits is None:
+    if pair is None:
         return 0, 0, divides(size, block)
-    start, stop = limits
+    start, stop = pair
     start = max(start, 0)
     if not isinstance(size, int):
         return start, stop, False

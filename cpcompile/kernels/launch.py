@@ -8,12 +8,11 @@ Tensors are on a GPU, or on the CPU under TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.configs import (
     Kernel,
     StepConfig,
@@ -23,6 +22,7 @@ from cpcompile.kernels.configs import (
 )
 from cpcompile.kernels.constants import (
     NO_MODIFIERS,
+    RowLimits,
     ScoreModifiers,
     dot_precision,
     step_constants,
@@ -40,9 +40,7 @@ def forward(
     v_BGKE: Tensor,
     out_BHRE: Tensor | None,
     lse_BHR: Tensor | None,
-    upper_rows_R: Tensor | None,
-    lower_rows_R: Tensor | None,
-    visible: Visible,
+    limits: RowLimits,
     scale: float,
     final: bool,
     *,
@@ -59,85 +57,56 @@ def forward(
     dtype = q_BHRD.dtype if final else torch.float32
     out = q_BHRD.new_empty((B, H, R, v_BGKE.shape[-1]), dtype=dtype)
     lse = q_BHRD.new_empty((B, H, R), dtype=torch.float32)
-    if sees_nothing(q_BHRD, k_BGKD, visible):
+    if sees_nothing(q_BHRD, k_BGKD, limits):
         _pass_through(out, out_BHRE, 0.0)
         _pass_through(lse, lse_BHR, float("-inf"))
         return out, lse
     tensors = {"Q": q_BHRD, "K": k_BGKD, "V": v_BGKE, "LSE_OUT": lse}
     accumulators = {"OUT_IN": out_BHRE, "LSE_IN": lse_BHR}
-    limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
-    visibility = (limits, visible, scale, changes)
+    visibility = (limits, scale, changes)
     launch_kernel(Kernel.FORWARD, tensors, accumulators, *visibility, out, config)
     return out, lse
 
 
-def dkdv(
+def gradients(
+    kernel: Kernel,
     grad_BHRE: Tensor,
     q_BHRD: Tensor,
     k_BGKD: Tensor,
     v_BGKE: Tensor,
     lse_BHR: Tensor,
     delta_BHR: Tensor,
-    dk_BGKD: Tensor | None,
-    dv_BGKE: Tensor | None,
-    upper_rows_R: Tensor | None,
-    lower_rows_R: Tensor | None,
-    visible: Visible,
+    sums: Sequence[Tensor],
+    limits: RowLimits,
     scale: float,
     final: bool,
     *,
     changes: ScoreModifiers = NO_MODIFIERS,
     config: StepConfig | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return dk and dv of one chunk: what came in plus what these query rows add.
+) -> list[Tensor]:
+    """Return dk and dv of one chunk by DKDV, or dq by DQ.
 
-    `lse` is final, over the keys of all chunks, and delta the row sums of grad * out.
-    Returns float32, or if `final` k's dtype.
+    They are what came in, `sums`, none for zeros, plus what this step adds. `lse` is
+    final, over the keys of all chunks, and delta the row sums of grad * out. Returns
+    float32, or if `final` the dtype of the operands.
     """
-    dtype = k_BGKD.dtype if final else torch.float32
-    dk = k_BGKD.new_empty(k_BGKD.shape, dtype=dtype)
-    dv = v_BGKE.new_empty(v_BGKE.shape, dtype=dtype)
-    if sees_nothing(q_BHRD, k_BGKD, visible):
-        _pass_through(dk, dk_BGKD, 0.0)
-        _pass_through(dv, dv_BGKE, 0.0)
-        return dk, dv
-    tensors = gradient_operands(grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
-    tensors["DV_OUT"] = dv
-    accumulators = {"DK_IN": dk_BGKD, "DV_IN": dv_BGKE}
-    limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
-    visibility = (limits, visible, scale, changes)
-    launch_kernel(Kernel.DKDV, tensors, accumulators, *visibility, dk, config)
-    return dk, dv
-
-
-def dq(
-    grad_BHRE: Tensor,
-    q_BHRD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    lse_BHR: Tensor,
-    delta_BHR: Tensor,
-    dq_BHRD: Tensor | None,
-    upper_rows_R: Tensor | None,
-    lower_rows_R: Tensor | None,
-    visible: Visible,
-    scale: float,
-    final: bool,
-    *,
-    changes: ScoreModifiers = NO_MODIFIERS,
-    config: StepConfig | None = None,
-) -> Tensor:
-    """Return dq: what came in plus what this chunk of keys adds; see `dkdv`."""
+    of_keys = kernel is Kernel.DKDV
+    like, names = ([k_BGKD, v_BGKE], "DK DV") if of_keys else ([q_BHRD], "DQ")
     dtype = q_BHRD.dtype if final else torch.float32
-    dq = q_BHRD.new_empty(q_BHRD.shape, dtype=dtype)
-    if sees_nothing(q_BHRD, k_BGKD, visible):
-        _pass_through(dq, dq_BHRD, 0.0)
-        return dq
+    outputs = [x.new_empty(x.shape, dtype=dtype) for x in like]
+    if sees_nothing(q_BHRD, k_BGKD, limits):
+        for i, output in enumerate(outputs):
+            _pass_through(output, sums[i] if sums else None, 0.0)
+        return outputs
     tensors = gradient_operands(grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
-    limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
-    visibility = (limits, visible, scale, changes)
-    launch_kernel(Kernel.DQ, tensors, {"DQ_IN": dq_BHRD}, *visibility, dq, config)
-    return dq
+    if of_keys:
+        tensors["DV_OUT"] = outputs[1]
+    accumulators = {
+        f"{name}_IN": sums[i] if sums else None for i, name in enumerate(names.split())
+    }
+    visibility = (limits, scale, changes)
+    launch_kernel(kernel, tensors, accumulators, *visibility, outputs[0], config)
+    return outputs
 
 
 def default_config(kernel: Kernel, q_BHRD: Tensor, v_BGKE: Tensor) -> StepConfig:
@@ -160,8 +129,7 @@ def launch_kernel(
     kernel: Kernel,
     operands: dict[str, Tensor],
     accumulators: Mapping[str, Tensor | None],
-    limits: Mapping[str, Tensor | None],
-    visible: Visible,
+    limits: RowLimits,
     scale: float,
     changes: ScoreModifiers,
     output: Tensor,
@@ -169,10 +137,8 @@ def launch_kernel(
 ) -> None:
     """Run a kernel on tensors by their names in its template, and write to `output`."""
     q, v = operands["Q"], operands["V"]
-    optional_tensors = {
-        n: x for n, x in {**accumulators, **limits}.items() if x is not None
-    }
-    optional_tensors |= changes.tensors
+    optional_tensors = {n: x for n, x in accumulators.items() if x is not None}
+    optional_tensors |= limits.tensors | changes.tensors
     accumulate = any(x is not None for x in accumulators.values())
     assert not accumulate or all(x is not None for x in accumulators.values()), (
         f"{kernel}: {list(accumulators)} are given together or not at all"
@@ -182,8 +148,7 @@ def launch_kernel(
         for name in tensor_names(
             kernel,
             accumulate=accumulate,
-            upper_rows="UPPER" in optional_tensors,
-            lower_rows="LOWER" in optional_tensors,
+            limits=limits,
             changes=changes,
         )
     }
@@ -196,9 +161,7 @@ def launch_kernel(
         head_dim=D,
         value_dim=E,
         heads_per_kv=H // G,
-        visible=visible,
-        upper_rows="UPPER" in optional_tensors,
-        lower_rows="LOWER" in optional_tensors,
+        limits=limits,
         accumulate=accumulate,
         scale=scale,
         precision=dot_precision(q.dtype),
@@ -239,8 +202,8 @@ def gradient_operands(
     return {"GRAD": grad, "Q": q, "K": k, "V": v, "LSE": lse, "DELTA": delta}
 
 
-def sees_nothing(q: Tensor, k: Tensor, visible: Visible) -> bool:
-    return visible.is_empty or not q.numel() or not k.numel()
+def sees_nothing(q: Tensor, k: Tensor, limits: RowLimits) -> bool:
+    return limits.visible.is_empty or not q.numel() or not k.numel()
 
 
 def _pass_through(output: Tensor, incoming: Tensor | None, nothing: float) -> None:

@@ -26,11 +26,7 @@ from cpcompile.ops.mixers.mixer_operator import (
 from cpcompile.ops.row_numbers import row_numbers
 from cpcompile.ops.step import flop_formulas
 from cpcompile.ops.step.attention_step import attention_step
-from cpcompile.ops.step.attention_step_backward import (
-    attention_step_backward,
-    attention_step_dkdv,
-    attention_step_dq,
-)
+from cpcompile.ops.step.attention_step_backward import attention_step_backward
 from cpcompile.ops.strategies.all_gather_attention import (
     all_gather_attention,
     all_gather_attention_backward,
@@ -62,8 +58,6 @@ __all__ = [
     "all_gather_attention_backward",
     "attention_step",
     "attention_step_backward",
-    "attention_step_dkdv",
-    "attention_step_dq",
     "dim_exchange",
     "expert_numbers",
     "gather_finish",

@@ -4,8 +4,8 @@
 
 One node a line. Methods have a dot before their name, and x[:, 0] is an index.
 Arguments of operators have the names of the schema, except for the tensors at the
-front; limits of attention steps have those of Visible. Arguments that are equal to
-their defaults are left out, and so are meshes and the values of constants.
+front; what rows of attention steps see has those of Visible. Arguments that are equal
+to their defaults are left out, and so are meshes and the values of constants.
 """
 
 from __future__ import annotations
@@ -94,10 +94,12 @@ def _arguments_by_schema(
         at_the_front &= argument.name in arguments and "Tensor" in str(argument.type)
         if argument.name not in arguments:
             continue
-        value = arguments[argument.name]
-        if argument.name == "limits" and _has_plain_limits(arguments):
+        value: Any = arguments[argument.name]
+        if argument.name == "visible":
             at_the_front = False
-            yield from _limits(value, names)
+            for name, pair in vars(Visible.of_list(value)).items():
+                if pair is not None:
+                    yield f"{name}={_text(list(pair), names)}"
             continue
         is_spec = argument.name == "spec"
         text = _spec(str(value)) if is_spec else _text(value, names)
@@ -105,20 +107,6 @@ def _arguments_by_schema(
             at_the_front = False
         else:
             yield text if at_the_front else f"{argument.name}={text}"
-
-
-def _has_plain_limits(given: dict[str, Any]) -> bool:
-    """Tell whether a step of attention has a Visible, and no mask."""
-    spec = given.get("spec")
-    return isinstance(spec, str) and not AttentionSpec.of_text(spec).has_modifiers
-
-
-def _limits(value: Any, names: _Names) -> Iterator[str]:
-    """Yield the limits of a step of attention by their names."""
-    visible = Visible.of_list(value)
-    for name, pair in vars(visible).items():
-        if pair is not None:
-            yield f"{name}={_text(list(pair), names)}"
 
 
 def _implied(argument: Any) -> str | None:

@@ -19,7 +19,7 @@ from cpcompile.geometry.token_pieces import assigned
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.ops.mixers.mixer_call import MixerCall
 from cpcompile.ops.step.math_attention import accumulation_dtype
-from cpcompile.ops.step.step_arguments import ChunkLimits, RingPlace
+from cpcompile.ops.step.step_arguments import RingPlace, StepChunk
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.attention_calls import rest as rest_of
@@ -173,28 +173,20 @@ def _steps(dtype: torch.dtype) -> Iterator[Call]:
     (out,) = _random(dtype, grad.shape)
     sums = accumulation_dtype(dtype)
     lse, dq, dk, dv = _random(sums, (B, H, 9), q.shape, k.shape, v.shape)
-    upper = torch.arange(9, dtype=torch.int32) + 1
-    vectors = (upper, (upper - 4).clamp(min=0))
-    name = "attention_step_backward"
     for kernel in ("aten_flash", "aten_math"):
         for visible in (ALL, Visible(upper=(1, 1))):
-            told = ChunkLimits(SCALE, visible).arguments()
-            operands = (q, k, v, out.to(sums), lse, *told, True, kernel, v)
+            told = StepChunk.plain(SCALE, visible).arguments()
+            rest = (*told, True, kernel, v)
+            operands = (q, k, v, out.to(sums), lse, *rest)
             yield Call(("attention_step",), ops.attention_step, operands)
-            saved = (grad, q, k, v, out, lse.abs() + 2, dq)
-            operands = (*saved, *told, False, True, kernel, v)
-            yield Call((name,), ops.attention_step_backward, operands)
-    told = ChunkLimits(SCALE, ALL, *vectors).arguments()
-    rest = (*told, True, "aten_math", v)
-    operands = (q, k, v, out.to(sums), lse, *rest)
-    yield Call(("attention_step",), ops.attention_step, operands)
-    operands = (grad, q, k, v, out, lse.abs() + 2, dq, *told, False, *rest[4:])
-    yield Call((name,), ops.attention_step_backward, operands)
-    saved = (grad, q, k, v, lse.abs() + 2, lse)
-    yield Call(
-        ("attention_step_dkdv",), ops.attention_step_dkdv, (*saved, dk, dv, *rest)
-    )
-    yield Call(("attention_step_dq",), ops.attention_step_dq, (*saved, dq, *rest))
+            for parts, rows, before in (
+                ("all", out, [dq]),
+                ("dkdv", lse, [dk, dv]),
+                ("dq", lse, [dq]),
+            ):
+                saved = (grad, q, k, v, lse.abs() + 2, rows, before, parts, *rest)
+                operator = ops.attention_step_backward
+                yield Call(("attention_step_backward",), operator, saved)
 
 
 def _forward_and_backward(
@@ -274,8 +266,8 @@ def _masked_steps(
     """One summary, and the step on the keys of this rank."""
     q, k, v, grad = chunks
     runs = Runs.contiguous(LENGTH, place.ranks)
-    where = RingPlace(runs, runs, Layout.CONTIGUOUS, place.rank).to_list()
-    limits, kernel = [*where, place.rank], "aten_flash"
+    where = RingPlace(runs, runs, Layout.CONTIGUOUS, place.rank, place.rank).to_list()
+    kernel = "aten_flash"
     if q.dtype == torch.float64:
         kernel = "aten_math"
     sums, shape = accumulation_dtype(q.dtype), grad.shape
@@ -284,15 +276,16 @@ def _masked_steps(
 
     def forward(*given: Tensor) -> Any:
         q, k, v, out, lse, after, *masks = given
-        seen = ops.mask_summary(q, masks, where, spec, False, kernel)
-        rest = (masks, seen, limits, spec, False, kernel, after)
+        summary = ops.mask_summary(q, masks, where, spec, False, kernel)
+        rest = (masks, summary, None, [], where, spec, False, kernel, after)
         return ops.attention_step(q, k, v, out, lse, *rest)
 
     def backward(*given: Tensor) -> Any:
         grad, q, k, v, out, lse, dq, after, *masks = given
-        seen = ops.mask_summary(q, masks, where, spec, True, kernel)
-        rest = (masks, seen, limits, spec, True, False, kernel, after)
-        return ops.attention_step_backward(grad, q, k, v, out, lse, dq, *rest)
+        summary = ops.mask_summary(q, masks, where, spec, True, kernel)
+        told = (masks, summary, None, [], where, spec, False, kernel, after)
+        saved = (grad, q, k, v, lse, out, [dq], "all, dbias")
+        return ops.attention_step_backward(*saved, *told)
 
     names = ("mask_summary", "attention_step")
     yield Call(names, forward, (q, k, v, out, lse, v, *extras), masked=True)

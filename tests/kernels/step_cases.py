@@ -119,9 +119,7 @@ def sees(case: StepCase, i: int, j: int) -> bool:
             return False
     elif x.upper is not None and not j < i + x.upper[i % 2]:
         return False
-    if case.lower is not None:
-        return j >= VECTORS[case.lower](i)
-    return x.lower is None or j >= i + x.lower[i % 2]
+    return case.lower is None or j >= VECTORS[case.lower](i)
 
 
 def positions(count: int, start: int) -> Tensor:

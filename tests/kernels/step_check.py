@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from cpcompile.kernels.configs import Kernel
+from cpcompile.kernels.constants import RowLimits
 from tests.kernels.interpreter import Interpreter
 from tests.kernels.step_cases import (
     SMALLEST_STEP,
@@ -25,8 +27,8 @@ def run_and_check(interpreter: Interpreter, case: StepCase) -> None:
     v = operand(case, case.kv_heads, case.keys, E)
     grad = operand(case, case.heads, case.rows, E)
     expected = reference(case, grad, q, k, v)
-    limits = (vector(case.upper, case.rows), vector(case.lower, case.rows))
-    rest = (*limits, case.visible, case.scale, case.final)
+    vectors = (vector(x, case.rows) for x in (case.upper, case.lower))
+    rest = (RowLimits(case.visible, *vectors), case.scale, case.final)
     more = {"changes": changes(case), "config": case.config}
     dk_in, dv_in, dq_in = (torch.randn(x.shape) for x in (k, v, q))
     add = case.accumulate
@@ -37,14 +39,14 @@ def run_and_check(interpreter: Interpreter, case: StepCase) -> None:
     check("lse", lse, expected, case, None)
 
     shared = (grad, q, k, v, expected.lse, expected.delta)
-    grads = (dk_in, dv_in) if add else (None, None)
-    dk, dv = interpreter.call("dkdv", *shared, *grads, *rest, **more)
-    check("dk", dk, expected, case, grads[0])
-    check("dv", dv, expected, case, grads[1])
-
-    before = dq_in if add else None
-    dq = interpreter.call("dq", *shared, before, *rest, **more)
-    check("dq", dq, expected, case, before)
+    for kernel, sums in (
+        (Kernel.DKDV, {"dk": dk_in, "dv": dv_in}),
+        (Kernel.DQ, {"dq": dq_in}),
+    ):
+        given = (*shared, [*sums.values()] if add else [], *rest)
+        results = interpreter.call("gradients", kernel, *given, **more)
+        for (name, before), got in zip(sums.items(), results, strict=True):
+            check(name, got, expected, case, before if add else None)
 
     if more["changes"].biasing is None:
         return

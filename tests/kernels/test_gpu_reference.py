@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from cpcompile.ops.step.step_arguments import ChunkLimits
 from tests.support import bounds
+from tests.unit.step.step_cases import mask_of
 from tools.gpu import correctness_cases, reference
 from tools.gpu.sections import Mode
 
@@ -21,13 +21,10 @@ def test_mask_is_that_of_the_operators(name):
     )
     visible = mask.visible(rows, keys)
     seen = reference.seen(visible, upper, lower, rows, keys, "cpu")
-    if lower is not None and upper is None:
-        upper = torch.full_like(lower, keys)
-        assert visible.upper is None
-    own = ChunkLimits(1.0, visible, upper, lower).row_mask(rows, keys, row.device)
-    key = torch.arange(keys)
-    bounds_of_rows = (own.lower[0, :, None] <= key) & (key < own.upper[0, :, None])
-    assert torch.equal(seen, bounds_of_rows)
+    expected, key = mask_of(visible, rows, keys), torch.arange(keys)
+    expected &= True if upper is None else key < upper[:, None]
+    expected &= True if lower is None else key >= lower[:, None]
+    assert torch.equal(seen, expected)
     assert seen.any() == (name not in ("none", "out of reach"))
 
 

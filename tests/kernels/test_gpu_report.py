@@ -16,9 +16,9 @@ from unittest import mock
 import pytest
 import torch
 
-from cpcompile.geometry.visibility import ALL
 from cpcompile.kernels import launch, render
 from cpcompile.kernels.configs import Kernel
+from cpcompile.kernels.constants import EVERY_KEY
 from tools.gpu import binaries, configs, correctness, rates, reference
 from tools.gpu.report import SECTIONS
 from tools.gpu.ring import Layout, ring_row
@@ -135,7 +135,7 @@ def test_binaries_are_those_that_were_launched(monkeypatch):
     q = torch.randn(1, 1, 16, 16)
     with binaries.recorded() as kernels:
         for _ in range(2):
-            launch.forward(q, q, q, None, None, None, None, ALL, 0.25, True)
+            launch.forward(q, q, q, None, None, EVERY_KEY, 0.25, True)
     (row,) = binaries.binary_rows(kernels, "forward", 1.0)
     assert (row["registers"], row["spills"], row["shared_bytes"]) == (168, 0, 98304)
 

@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import config
 from cpcompile.geometry.blocks import Block
-from cpcompile.geometry.visibility import ALL
+from cpcompile.kernels.configs import Kernel
 from cpcompile.kernels.constants import (
     DropoutConstants,
+    RowLimits,
     ScoreModConstants,
     ScoreModifiers,
 )
@@ -115,11 +116,13 @@ def test_every_kernel(interpreter, name, dropped):
     )
     q, k, v, grad = operands
     # Kernels read lse and delta in float32.
-    rest = (upper, None, ALL, SCALE, False)
+    rest = (RowLimits(upper=upper), SCALE, False)
     out, lse = interpreter.call("forward", q, k, v, None, None, *rest, **more)
     saved = (grad, q, k, v, exact[1].float(), exact[-1].float())
-    dk, dv = interpreter.call("dkdv", *saved, None, None, *rest, **more)
-    dq = interpreter.call("dq", *saved, None, *rest, **more)
+    (dk, dv), (dq,) = (
+        interpreter.call("gradients", kernel, *saved, [], *rest, **more)
+        for kernel in (Kernel.DKDV, Kernel.DQ)
+    )
     names = ("out", "lse", "dq", "dk", "dv")
     for each, got, x, y in zip(
         names, (out, lse, dq, dk, dv), exact, rough, strict=False
@@ -149,13 +152,15 @@ def run_ring(strategy: str, learned: bool) -> tuple[dict[str, Tensor], tuple[int
         mock.patch.object(
             steps, "forward", autospec=True, side_effect=steps.forward
         ) as f,
-        mock.patch.object(steps, "dkdv", autospec=True, side_effect=steps.dkdv) as b,
+        mock.patch.object(
+            steps, "gradients", autospec=True, side_effect=steps.gradients
+        ) as b,
     ):
         given = {"score_mod": text, "bias": values, "key_ranges": ranges}
         out, _ = attention(strategy)(*own, *rest, **given)
         grads = torch.autograd.grad(out, own, grad.chunk(ranks, 2)[rank])
     found = dict(zip(("q", "k", "v"), grads, strict=True)) | {"out": out.detach()}
-    return found, (f.call_count, b.call_count)
+    return found, (f.call_count, b.call_count // 2)  # dk and dv, and dq
 
 
 def whole_operands() -> list[Tensor]:

@@ -8,10 +8,12 @@ import torch
 
 from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
-from cpcompile.kernels.configs import STEP_KERNELS, StepConfig
+from cpcompile.kernels.configs import STEP_KERNELS, Kernel, StepConfig
 from cpcompile.kernels.constants import (
+    EVERY_KEY,
     NO_MODIFIERS,
     DropoutConstants,
+    RowLimits,
     ScoreModifiers,
     step_constants,
     tensor_names,
@@ -40,11 +42,10 @@ MASKS = [
     StepCase(Visible(keys=(7, 50))),
     StepCase(Visible(keys=(7, 50), upper=(1, 1))),
     StepCase(Visible(rows=(5, 71), keys=(7, 50), upper=(-3, -2))),
-    StepCase(Visible(lower=(-17, -17))),
-    StepCase(Visible(lower=(-30, -30))),
-    StepCase(Visible(upper=(1, 1), lower=(-30, -30))),
-    StepCase(Visible(upper=(3, 2), lower=(-5, -4))),  # within one tile
-    StepCase(Visible(upper=(30, 31), lower=(-50, -49), rows=(3, 90), keys=(5, 61))),
+    StepCase(lower="window"),
+    StepCase(Visible(upper=(1, 1)), lower="window"),
+    StepCase(Visible(upper=(3, 2)), lower="after"),  # within one tile
+    StepCase(Visible(rows=(3, 90), keys=(5, 61), upper=(30, 31)), lower="window"),
     StepCase(upper="causal"),
     StepCase(upper="stairs"),
     StepCase(upper="beyond_both_ends"),
@@ -60,7 +61,7 @@ SHAPES = [
     StepCase(CAUSAL, rows=100, keys=77),
     StepCase(ALL, rows=100, keys=77, accumulate=False),
     StepCase(rows=100, keys=77, upper="causal", lower="window"),
-    StepCase(Visible(upper=(0, 1), lower=(-9, -9)), rows=77, keys=100),
+    StepCase(Visible(upper=(0, 1)), lower="window", rows=77, keys=100),
     StepCase(CAUSAL, rows=1, keys=1),
     StepCase(CAUSAL, rows=40, keys=0),
     StepCase(CAUSAL, heads=6, kv_heads=2, batch=2, rows=40, keys=40),
@@ -70,7 +71,7 @@ SHAPES = [
     StepCase(CAUSAL, head_dim=24, value_dim=40, rows=50, keys=50),
     StepCase(CAUSAL, head_dim=64, value_dim=32, accumulate=False),
     StepCase(CAUSAL, config=StepConfig(16, 64, 4, 1)),
-    StepCase(Visible(upper=(9, 9), lower=(-30, -30)), config=StepConfig(16, 64, 4, 1)),
+    StepCase(Visible(upper=(9, 9)), lower="window", config=StepConfig(16, 64, 4, 1)),
     StepCase(CAUSAL, scale=-0.3),
     StepCase(CAUSAL, scale=0.0),
 ]
@@ -159,7 +160,7 @@ def test_every_kernel_drops_what_dropout_drops(interpreter, share, first):
             0.0, DropoutConstants(dropout.drop_below, 1 - share, *vectors)
         )
     }
-    limits = (None, None, ALL, 1.0, False)
+    limits = (EVERY_KEY, 1.0, False)
 
     def zeros(length, dim):
         return torch.zeros(B, H, length, dim)
@@ -177,13 +178,13 @@ def test_every_kernel_drops_what_dropout_drops(interpreter, share, first):
     assert torch.equal(found[0] != 0, kept)
     ones_R, ones_K = torch.ones(B, H, R, 1), torch.ones(B, H, K, 1)
     saved = (ones_R, q, identity(K), ones_K, lse, delta)
-    dq = interpreter.call("dq", *saved, None, *limits, **more)
+    (dq,) = interpreter.call("gradients", Kernel.DQ, *saved, [], *limits, **more)
     assert torch.equal(dq != 0, kept)
     saved = (identity(R), q, k, zeros(K, R), lse, delta)
-    _, dv = interpreter.call("dkdv", *saved, None, None, *limits, **more)
+    _, dv = interpreter.call("gradients", Kernel.DKDV, *saved, [], *limits, **more)
     assert torch.equal(dv.mT != 0, kept)
     saved = (ones_R, identity(R), zeros(K, R), ones_K, lse, delta)
-    dk, _ = interpreter.call("dkdv", *saved, None, None, *limits, **more)
+    dk, _ = interpreter.call("gradients", Kernel.DKDV, *saved, [], *limits, **more)
     assert torch.equal(dk.mT != 0, kept)
 
 
@@ -197,9 +198,7 @@ def test_other_sizes_use_the_same_kernel(kernel):
             head_dim=16,
             value_dim=16,
             heads_per_kv=1,
-            visible=CAUSAL,
-            upper_rows=False,
-            lower_rows=False,
+            limits=RowLimits(CAUSAL),
             accumulate=True,
             scale=0.3,
             precision="ieee",
@@ -210,8 +209,7 @@ def test_other_sizes_use_the_same_kernel(kernel):
         names = tensor_names(
             kernel,
             accumulate=True,
-            upper_rows=False,
-            lower_rows=False,
+            limits=RowLimits(CAUSAL),
             changes=NO_MODIFIERS,
         )
         three = {"LSE", "DELTA", "LSE_IN", "LSE_OUT"}

@@ -25,6 +25,7 @@ from cpcompile.kernels.constants import (
     NO_MODIFIERS,
     BiasConstants,
     DropoutConstants,
+    RowLimits,
     ScoreModConstants,
     ScoreModifiers,
     step_constants,
@@ -174,8 +175,9 @@ def prepared(case: Case) -> Prepared:
     """Render the kernel of a case for its sizes."""
     kernel, config = case.kernel, case.config
     changes = CHANGES.get(case.visible, NO_MODIFIERS)
-    vectors = case.visible in CHANGES
-    given = {"upper_rows": vectors, "lower_rows": vectors}
+    limits = RowLimits(VISIBLE.get(case.visible, Visible()))
+    if case.visible in CHANGES:
+        limits = RowLimits(upper=torch.empty(TOKENS), lower=torch.empty(TOKENS))
     constants = step_constants(
         config=config,
         rows=TOKENS,
@@ -183,15 +185,14 @@ def prepared(case: Case) -> Prepared:
         head_dim=case.dim,
         value_dim=case.dim,
         heads_per_kv=HEADS // KV_HEADS,
-        visible=VISIBLE.get(case.visible, Visible()),
+        limits=limits,
         accumulate=True,
         scale=case.dim**-0.5,
         precision="ieee",
         divides=lambda size, block: size % block == 0,
         changes=changes,
-        **given,
     )
-    names = tensor_names(kernel, accumulate=True, changes=changes, **given)
+    names = tensor_names(kernel, accumulate=True, limits=limits, changes=changes)
     shapes = {name: _shape(name, kernel, case.dim) for name in (*names, OUTPUT)}
     shapes |= {name: tuple(x.shape) for name, x in changes.tensors.items()}
     ranks = {name: len(shapes[name]) for name in names}

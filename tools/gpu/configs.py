@@ -23,6 +23,7 @@ from cpcompile.kernels.configs import (
     configs,
     padded,
 )
+from cpcompile.kernels.constants import RowLimits
 from tools.gpu.rates import CAUSAL, HEADS, SMOKE_HEADS, SMOKE_TOKENS
 from tools.gpu.sections import Mode, Row
 from tools.gpu.timing import (
@@ -117,14 +118,13 @@ def step_call(
 
     def call(
         visible: Visible, config: StepConfig | None
-    ) -> Tensor | tuple[Tensor, ...]:
-        rest = (None, None, visible, scale, False)
+    ) -> tuple[Tensor, ...] | list[Tensor]:
+        rest = (RowLimits(visible), scale, False)
         if kernel is Kernel.FORWARD:
             return launch.forward(q, k, v, first, lse, *rest, config=config)
-        operands = (grad, q, k, v, lse, delta)
-        if kernel is Kernel.DKDV:
-            return launch.dkdv(*operands, first, second, *rest, config=config)
-        return launch.dq(*operands, first, *rest, config=config)
+        sums = [first, second] if kernel is Kernel.DKDV else [first]
+        operands = (grad, q, k, v, lse, delta, sums)
+        return launch.gradients(kernel, *operands, *rest, config=config)
 
     return call
 

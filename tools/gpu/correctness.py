@@ -20,6 +20,7 @@ from cpcompile.kernels.constants import (
     NO_MODIFIERS,
     BiasConstants,
     DropoutConstants,
+    RowLimits,
     ScoreModConstants,
     ScoreModifiers,
 )
@@ -98,7 +99,7 @@ def error_ratios(case: StepCase, kernel: Kernel, mode: Mode) -> dict[str, float]
     exact = reference.exact(q, *whole, whole_mask, scale, earlier, changed)
     rough = reference.rough(q, *whole, whole_mask, scale, changed, case.dtype)
 
-    rest = (upper, lower, visible, scale, case.final)
+    rest = (RowLimits(visible, upper, lower), scale, case.final)
     lse = exact["lse"].float()
     delta = (grad.double() * exact["out"]).sum(-1).float()
     operands = (grad, q, k, v, lse, delta)
@@ -125,17 +126,15 @@ def error_ratios(case: StepCase, kernel: Kernel, mode: Mode) -> dict[str, float]
                 strict=True,
             )
         )
-    elif kernel is Kernel.DKDV:
-        parts = launch.dkdv(
-            *operands, before["dk"], before["dv"], *rest, changes=changes
-        )
-        got = dict(zip(("dk", "dv"), parts, strict=True))
     elif kernel is Kernel.DBIAS:
         for found in (exact, rough):
             found["dbias"] = _sums(case, found["dadded"][..., earlier:].float())
         got = {"dbias": dbias(*operands, *rest[:-1], changes=changes)}
     else:
-        got = {"dq": launch.dq(*operands, before["dq"], *rest, changes=changes)}
+        names = ("dk", "dv") if kernel is Kernel.DKDV else ("dq",)
+        sums = [x for x in map(before.get, names) if x is not None]
+        parts = launch.gradients(kernel, *operands, sums, *rest, changes=changes)
+        got = dict(zip(names, parts, strict=True))
     return {
         name: reference.lse_ratio(x, exact[name], case.dtype)
         if name == "lse"

@@ -29,10 +29,8 @@ class Mask:
     lower: Vector | None = None
 
 
-def _line(upper: int, lower: int | None = None) -> Visible:
-    return Visible(
-        upper=(upper, upper), lower=None if lower is None else (lower, lower)
-    )
+def _line(upper: int) -> Visible:
+    return Visible(upper=(upper, upper))
 
 
 MASKS = {
@@ -52,7 +50,7 @@ MASKS = {
     "inner keys": Mask(
         lambda rows, keys: Visible(keys=(keys // 5, keys - 3), upper=(9, 9))
     ),
-    "window": Mask(lambda rows, keys: _line(1, -100)),
+    "window": Mask(lambda rows, keys: _line(1), lower=lambda row: row - 100),
     "upper vector": Mask(upper=lambda row: row // 7 * 5),
     "lower vector": Mask(lower=lambda row: row // DOCUMENT * DOCUMENT),
     "document vectors": Mask(

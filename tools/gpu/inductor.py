@@ -24,7 +24,7 @@ from torch.torch_version import TorchVersion
 
 import cpcompile.ops  # noqa: F401  (registers torch.ops.cp)
 from cpcompile.ops.step import lowering
-from cpcompile.ops.step.step_arguments import ChunkLimits
+from cpcompile.ops.step.step_arguments import StepChunk
 from tools.gpu import reference
 from tools.gpu.rates import CAUSAL
 from tools.gpu.sections import Mode, Row
@@ -35,7 +35,7 @@ STEP_SHAPE, SMOKE_STEP_SHAPE = (1, 16, 8192, 128), (1, 1, 64, 16)
 BACKEND_SHAPE, SMOKE_BACKEND_SHAPE = (1, 8, 2048, 128), (1, 2, 64, 16)
 MODES = (None, "max-autotune-no-cudagraphs", "max-autotune")
 BACKEND_TORCH = "2.13"  # the oldest; the kernels run on 2.11 too
-ARGUMENTS = ChunkLimits(STEP_SHAPE[-1] ** -0.5, CAUSAL).arguments()
+ARGUMENTS = StepChunk.plain(STEP_SHAPE[-1] ** -0.5, CAUSAL).arguments()
 RESULTS = ("out", "lse", "dk", "dv", "dq")
 
 
@@ -56,8 +56,9 @@ def steps(
     rest = (*ARGUMENTS, False, "triton")
     new_out, new_lse = ops.attention_step(q, k, v, out, lse, *rest)
     operands = (grad, q, k, v, new_lse, delta)
-    new_dk, new_dv = ops.attention_step_dkdv(*operands, dk, dv, *rest)
-    return new_out, new_lse, new_dk, new_dv, ops.attention_step_dq(*operands, dq, *rest)
+    new_dk, new_dv = ops.attention_step_backward(*operands, [dk, dv], "dkdv", *rest)
+    (new_dq,) = ops.attention_step_backward(*operands, [dq], "dq", *rest)
+    return new_out, new_lse, new_dk, new_dv, new_dq
 
 
 def step_operands(mode: Mode) -> tuple[Tensor, ...]:

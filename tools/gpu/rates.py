@@ -16,6 +16,8 @@ from torch import Tensor
 
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels import launch
+from cpcompile.kernels.configs import Kernel
+from cpcompile.kernels.constants import RowLimits
 from tools.gpu.peers import backwards, flex_forward, vendor_forwards
 from tools.gpu.sections import Mode, Row
 from tools.gpu.timing import (
@@ -113,14 +115,14 @@ def step_calls(
 ) -> tuple[dict[str, Call], dict[str, Call]]:
     """Make calls of our kernels, forward and backward; a backward starts by `delta`."""
     scale = 1 / math.sqrt(q.shape[-1])
-    limits = (None, None, visible, scale)
+    limits = (RowLimits(visible), scale)
     out, lse = launch.forward(q, k, v, None, None, *limits, True)
     state = out.float(), lse
 
     def delta() -> Tensor:
         return (grad.float() * state[0]).sum(-1)
 
-    operands = (grad, q, k, v, lse, delta())
+    operands, dkdv = (grad, q, k, v, lse, delta()), Kernel.DKDV
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     none = (None, None)
     forward: dict[str, Call] = {
@@ -128,10 +130,10 @@ def step_calls(
         "step_acc": lambda: launch.forward(q, k, v, *state, *limits, False),
     }
     backward: dict[str, Call] = {
-        "dkdv": lambda: launch.dkdv(*operands, *none, *limits, True),
-        "dkdv_acc": lambda: launch.dkdv(*operands, dk, dv, *limits, False),
-        "dq": lambda: launch.dq(*operands, None, *limits, True),
-        "dq_acc": lambda: launch.dq(*operands, dq, *limits, False),
+        "dkdv": lambda: launch.gradients(dkdv, *operands, [], *limits, True),
+        "dkdv_acc": lambda: launch.gradients(dkdv, *operands, [dk, dv], *limits, False),
+        "dq": lambda: launch.gradients(Kernel.DQ, *operands, [], *limits, True),
+        "dq_acc": lambda: launch.gradients(Kernel.DQ, *operands, [dq], *limits, False),
         "delta": delta,
     }
     return forward, backward

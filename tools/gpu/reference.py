@@ -90,7 +90,7 @@ def seen(
         mask &= (j >= visible.keys[0]) & (j < visible.keys[1])
     for limits, vector, is_upper in (
         (visible.upper, upper_rows_R, True),
-        (visible.lower, lower_rows_R, False),
+        (None, lower_rows_R, False),
     ):
         if vector is not None:
             limit = vector[:, None]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
 from cpcompile.kernels import launch
+from cpcompile.kernels.constants import RowLimits
 from tools.gpu import reference
 from tools.gpu.peers import vendor_forwards
 from tools.gpu.rates import CAUSAL
@@ -83,9 +84,7 @@ def ring_rank(
             ks[source],
             vs[source],
             *state,
-            None,
-            None,
-            visible,
+            RowLimits(visible),
             q.shape[-1] ** -0.5,
             last,
         )
@@ -119,7 +118,7 @@ class RingItem:
         q, k, v = operands(self.tokens, heads, dim, mode)
         functions = dict(vendor_forwards((q, k, v), causal=True))
         functions["ours"] = lambda: launch.forward(
-            q, k, v, None, None, None, None, CAUSAL, dim**-0.5, True
+            q, k, v, None, None, RowLimits(CAUSAL), dim**-0.5, True
         )
         for layout in Layout:
             qs, ks, vs = (layout.shards(x, self.ranks) for x in (q, k, v))

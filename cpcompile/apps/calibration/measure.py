@@ -34,14 +34,10 @@ from cpcompile.ops.comm.communication import (
 )
 from cpcompile.ops.comm.ring_exchange import ring_shift
 from cpcompile.ops.step.attention_step import attention_step
-from cpcompile.ops.step.attention_step_backward import (
-    attention_step_backward,
-    attention_step_dkdv,
-    attention_step_dq,
-)
+from cpcompile.ops.step.attention_step_backward import Parts, attention_step_backward
 from cpcompile.ops.step.block_attention import row_dots
 from cpcompile.ops.step.online_softmax import RunningAttention
-from cpcompile.ops.step.step_arguments import ChunkLimits
+from cpcompile.ops.step.step_arguments import StepChunk
 
 HEAD_DIMS = (64, 128)
 # On a CPU, and on others. (rows, keys, causal) that attention is timed at, and those of
@@ -121,7 +117,7 @@ class TimedStep:
         kernel = step_kernel(device.type, dtype, head_dim, head_dim)
         self.kernel, self.split = kernel.value, kernel is StepKernel.TEMPLATE
         visible = visible_chunk(0, rows, 0, keys, keys, causal)
-        self.arguments = ChunkLimits(SCALE, visible).arguments()
+        self.arguments = StepChunk.plain(SCALE, visible).arguments()
         self.q, self.grad, self.k, self.v = (
             torch.randn(1, heads, tokens, head_dim, device=device, dtype=dtype)
             for tokens in (rows, rows, keys, keys)
@@ -146,16 +142,17 @@ class TimedStep:
         dv: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute gradients, added to those of earlier steps as in ring_backward."""
-        operands = (self.grad, self.q, self.k, self.v)
+        operands = (self.grad, self.q, self.k, self.v, self.lse)
+        rest = (*self.arguments, False, self.kernel)
+        of_keys = [x for x in (dk, dv) if x is not None]
+        of_rows = [] if dq is None else [dq]
         if self.split:
-            rows = (*operands, self.lse, self.delta)
-            rest = (*self.arguments, False, self.kernel)
-            dk, dv = attention_step_dkdv(*rows, dk, dv, *rest)
-            return attention_step_dq(*rows, dq, *rest), dk, dv
-        saved = (*operands, self.saved, self.lse, dq)
-        dq, dk_new, dv_new, _ = attention_step_backward(
-            *saved, *self.arguments, bias_grad=False, final=False, kernel=self.kernel
-        )
+            rows = (*operands, self.delta)
+            dk, dv = attention_step_backward(*rows, of_keys, Parts.DKDV.value, *rest)
+            (dq,) = attention_step_backward(*rows, of_rows, Parts.DQ.value, *rest)
+            return dq, dk, dv
+        saved = (*operands, self.saved, of_rows)
+        dq, dk_new, dv_new = attention_step_backward(*saved, Parts.ALL.value, *rest)
         if dk is not None and dv is not None:
             dk_new, dv_new = torch.add(dk, dk_new), torch.add(dv, dv_new)
         return dq, dk_new, dv_new

@@ -20,7 +20,12 @@ from torch import Tensor
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.online_softmax import RunningAttention
-from cpcompile.ops.step.step_arguments import StepArguments, fake_by_name, fake_sum
+from cpcompile.ops.step.step_arguments import (
+    StepArguments,
+    StepChunk,
+    fake_by_name,
+    fake_sum,
+)
 
 
 @torch.library.custom_op("cp::attention_step", mutates_args=())
@@ -31,8 +36,10 @@ def attention_step(
     out: Tensor | None,
     lse: Tensor | None,
     extras: Sequence[Tensor],
-    seen: Sequence[Tensor],
-    limits: Sequence[int],
+    summary: Sequence[Tensor],
+    upper: Tensor | None,
+    visible: Sequence[int],
+    place: Sequence[int],
     spec: str,
     final: bool,
     kernel: str,
@@ -45,7 +52,7 @@ def attention_step(
             padded.
         out, lse: [B, H, R, E] and [B, H, R] of the earlier steps, in the accumulation
             dtype (float32; float64 for float64); None before the first one.
-        extras, seen, limits, spec: see step_arguments.py.
+        extras, summary, upper, visible, place, spec: see step_arguments.py.
         final: return out in q's dtype, as the last step does.
         kernel: value of the StepKernel to use; under a mask of masked_step_kernel.
         after: see above.
@@ -53,10 +60,24 @@ def attention_step(
     Returns: out and lse like the arguments. lse is the natural log-sum-exp of the
     scaled scores; rows that have seen no key yet have 0 and -inf.
 
-    Raises: ValueError for limits that are none.
+    Raises: ValueError for integers that are no Visible.
     """
-    chunk = StepArguments(extras, seen, limits, spec).read()
-    work = chunk.work(q, k, StepKernel(kernel))
+    chunk = StepArguments(extras, summary, upper, visible, place, spec).read()
+    return plain_step(q, k, v, out, lse, chunk, final, StepKernel(kernel))
+
+
+def plain_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    chunk: StepChunk,
+    final: bool,
+    kernel: StepKernel,
+) -> tuple[Tensor, Tensor]:
+    """Do what cp::attention_step does."""
+    work = chunk.work(q, k, kernel)
     running = RunningAttention(q, v.shape[-1], out, lse)
     work.forward(running, k, v, final)
     return running.result(final)

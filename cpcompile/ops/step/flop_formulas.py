@@ -18,8 +18,13 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cpcompile.geometry.visibility import ALL, Visible
-from cpcompile.ops.attention_spec import AttentionSpec
+from cpcompile.geometry.visibility import Visible
+from cpcompile.ops.step.attention_step_backward import Parts
+
+_OF_PARTS: dict[Any, tuple[int, int]] = {
+    Parts.DKDV.value: (2, 2),
+    Parts.DQ.value: (2, 1),
+}
 
 
 def register() -> None:
@@ -27,8 +32,6 @@ def register() -> None:
     ops = torch.ops.cp
     for op, head_dims, value_dims in (
         (ops.attention_step, 1, 1),
-        (ops.attention_step_dkdv, 2, 2),
-        (ops.attention_step_dq, 2, 1),
         (ops.attention_step_backward, 3, 2),
         (ops.local_attention, 1, 1),
         (ops.local_attention_backward, 3, 2),
@@ -43,13 +46,8 @@ def _formula(op: Any, head_dims: int, value_dims: int) -> Callable[..., int]:
     def formula(*args: Any, **kwargs: Any) -> int:
         arguments = dict(zip(names, args, strict=False)) | kwargs
         q, k, v = (arguments[name] for name in ("q", "k", "v"))
-        visible, limits = ALL, arguments.get("limits")
-        if (
-            limits is not None
-            and not AttentionSpec.of_text(arguments["spec"]).has_modifiers
-        ):
-            visible = Visible.of_list(limits)
-        pairs = visible.pairs(q[2], k[2])
-        return int(2 * q[0] * q[1] * pairs * (head_dims * q[3] + value_dims * v[3]))
+        pairs = Visible.of_list(arguments.get("visible", ())).pairs(q[2], k[2])
+        dims = _OF_PARTS.get(arguments.get("parts"), (head_dims, value_dims))
+        return int(2 * q[0] * q[1] * pairs * (dims[0] * q[3] + dims[1] * v[3]))
 
     return formula

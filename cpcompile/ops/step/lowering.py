@@ -1,9 +1,9 @@
 """Lower the operators of a ring in Inductor: steps to templates, shifts to messages.
 
-    attention_step, _dkdv, _dq   kernel "triton": a registered TritonTemplate; under a
-                                 mask, and by other kernels: the operator itself
-    ring_shift                   a collective, so that what is sent lives until the wait
-    ring_wait                    wait_tensor
+    attention_step, _backward   kernel "triton": registered TritonTemplates; under a
+                                mask, and by other kernels: the operator itself
+    ring_shift                  a collective, so that what is sent lives until the wait
+    ring_wait                   wait_tensor
 
 Note [The order of a ring]
 The order in which messages are sent, computation is started and messages are waited for
@@ -23,17 +23,19 @@ from typing import Any
 
 import torch
 
+from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.kernels.configs import Kernel, architecture, configs, padded
 from cpcompile.kernels.constants import (
     NO_MODIFIERS,
+    RowLimits,
     dot_precision,
     step_constants,
     tensor_names,
 )
 from cpcompile.kernels.render import source
 from cpcompile.ops.attention_spec import AttentionSpec
-from cpcompile.ops.step.step_arguments import ChunkLimits, StepArguments
+from cpcompile.ops.step.attention_step_backward import Parts
 from cpcompile.torch_patches import inductor_compat as compat
 
 Node = Any  # a node of Inductor's IR, or None
@@ -45,8 +47,7 @@ def register() -> None:
     ops = torch.ops.cp
     for op, lowering in (
         (ops.attention_step.default, _lower_step),
-        (ops.attention_step_dkdv.default, _lower_dkdv),
-        (ops.attention_step_dq.default, _lower_dq),
+        (ops.attention_step_backward.default, _lower_backward),
     ):
         compat.register_lowering(op, functools.partial(lowering, compat.fallback(op)))
     compat.register_lowering(ops.ring_shift.default, _lower_shift)
@@ -101,78 +102,49 @@ def _lower_step(
     return new_out, lse_out
 
 
-def _lower_dkdv(
+def _lower_backward(
     fallback: Callable[..., Any],
     grad: Node,
     q: Node,
     k: Node,
     v: Node,
     lse: Node,
-    delta: Node,
-    dk: Node,
-    dv: Node,
+    rows: Node,
+    sums: Sequence[Node],
+    parts: str,
     *rest: Any,
-) -> tuple[Node, Node]:
-    operands, step = (grad, q, k, v, lse, delta), _Step.read(*rest)
-    if step is None:
-        return fallback(*operands, dk, dv, *rest)  # type: ignore[no-any-return]  # a node
-    device, dtype = k.get_device(), k.get_dtype() if step.final else torch.float32
-    if step.computes_nothing(q, k):
-        if dk is None:
-            sizes = k.get_size(), v.get_size()
-            dk, dv = (compat.filled(size, 0.0, dtype, device) for size in sizes)
-        return compat.converted(dk, dtype), compat.converted(dv, dtype)
-    dv_out = compat.new_buffer(v.get_size(), dtype, device)
-    accumulators = () if dk is None else (dk, dv)
-    new_dk = step.launch(
-        Kernel.DKDV,
-        (q, k, v),
-        operands=operands,
-        accumulators=accumulators,
-        layout=compat.fixed_layout(device, dtype, k.get_size()),
-        second_output=dv_out,
-    )
-    return new_dk, dv_out
-
-
-def _lower_dq(
-    fallback: Callable[..., Any],
-    grad: Node,
-    q: Node,
-    k: Node,
-    v: Node,
-    lse: Node,
-    delta: Node,
-    dq: Node,
-    *rest: Any,
-) -> Node:
-    operands, step = (grad, q, k, v, lse, delta), _Step.read(*rest)
-    if step is None:
-        return fallback(*operands, dq, *rest)
+) -> list[Node]:
+    operands, step = (grad, q, k, v, lse, rows), _Step.read(*rest)
+    of_keys, wanted = Parts(parts) is Parts.DKDV, (Parts.DKDV, Parts.DQ)
+    if step is None or Parts(parts) not in wanted:
+        return fallback(*operands, sums, parts, *rest)  # type: ignore[no-any-return]  # nodes
     device, dtype = q.get_device(), q.get_dtype() if step.final else torch.float32
+    sizes = [x.get_size() for x in ((k, v) if of_keys else (q,))]
     if step.computes_nothing(q, k):
-        if dq is None:
-            dq = compat.filled(q.get_size(), 0.0, dtype, device)
-        return compat.converted(dq, dtype)
-    return step.launch(
-        Kernel.DQ,
+        sums = sums or [compat.filled(size, 0.0, dtype, device) for size in sizes]
+        return [compat.converted(x, dtype) for x in sums]
+    others = [compat.new_buffer(size, dtype, device) for size in sizes[1:]]
+    first = step.launch(
+        Kernel.DKDV if of_keys else Kernel.DQ,
         (q, k, v),
         operands=operands,
-        accumulators=() if dq is None else (dq,),
-        layout=compat.fixed_layout(device, dtype, q.get_size()),
-        second_output=None,
+        accumulators=tuple(sums),
+        layout=compat.fixed_layout(device, dtype, sizes[0]),
+        second_output=others[0] if others else None,
     )
+    return [first, *others]
 
 
 @dataclass(frozen=True)
 class _Step:
     """A step by a template: what all operators of steps are told at their end.
 
-    chunk: its vectors are nodes. Integers become literals of the kernel; those that are
-    symbols came as vectors.
+    limits: with a node. Integers become literals of the kernel; those that are symbols
+        came as a vector.
     """
 
-    chunk: ChunkLimits
+    limits: RowLimits
+    scale: float
     final: bool
     after: Node
 
@@ -180,8 +152,10 @@ class _Step:
     def read(
         cls,
         extras: Sequence[Node],
-        seen: Sequence[Node],
-        limits: Sequence[Any],
+        summary: Sequence[Node],
+        upper: Node,
+        visible: Sequence[Any],
+        place: Sequence[int],
         spec: str,
         final: bool,
         kernel: str,
@@ -190,16 +164,16 @@ class _Step:
         """Read the arguments; None for what is left to the operator."""
         if StepKernel(kernel) is not StepKernel.TEMPLATE:
             return None
-        if AttentionSpec.of_text(spec).has_modifiers:
+        own = AttentionSpec.of_text(spec)
+        if own.has_modifiers:
             return None
-        numbers = [compat.static(n) for n in limits]
-        chunk = StepArguments(extras, seen, numbers, spec).read()
-        assert isinstance(chunk, ChunkLimits), "a step without modifiers"
-        return cls(chunk, final, after)
+        numbers = [compat.static(n) for n in visible]
+        limits = RowLimits(Visible.of_list(numbers), upper)
+        return cls(limits, own.scale, final, after)
 
     def computes_nothing(self, q: Node, k: Node) -> bool:
         """Tell whether no row sees a key."""
-        return self.chunk.visible.is_empty or _is_empty(q, k)
+        return self.limits.visible.is_empty or _is_empty(q, k)
 
     def launch(
         self,
@@ -213,7 +187,7 @@ class _Step:
         """Return the first output of a template, in the order that `after` sets."""
         return compat.ordered(
             lambda: _launch(
-                kernel, qkv, operands, accumulators, self.chunk, layout, second_output
+                kernel, qkv, operands, accumulators, self, layout, second_output
             ),
             self.after,
         )
@@ -228,23 +202,18 @@ def _launch(
     qkv: tuple[Node, Node, Node],
     operands: tuple[Node, ...],
     accumulators: tuple[Node, ...],
-    chunk: ChunkLimits,
+    step: _Step,
     layout: Any,
     second_output: Node,
 ) -> Node:
     """Return the first output of a template, which also writes to `second_output`."""
     q, k, v = qkv
-    vectors = [x for x in (chunk.upper, chunk.lower) if x is not None]
+    limits, accumulate = step.limits, bool(accumulators)
+    vectors = limits.tensors.values()
     inputs = [compat.prepared(x) for x in (*operands, *accumulators, *vectors)]
     mutated = [] if second_output is None else [second_output]
-    upper_rows, lower_rows = chunk.upper is not None, chunk.lower is not None
-    accumulate = bool(accumulators)
     names = tensor_names(
-        kernel,
-        accumulate=accumulate,
-        upper_rows=upper_rows,
-        lower_rows=lower_rows,
-        changes=NO_MODIFIERS,
+        kernel, accumulate=accumulate, limits=limits, changes=NO_MODIFIERS
     )
     B, H, R, D = q.get_size()
     G, K, E = k.get_size()[1], k.get_size()[2], v.get_size()[3]
@@ -263,11 +232,9 @@ def _launch(
             head_dim=dims[0],
             value_dim=dims[1],
             heads_per_kv=compat.static(H) // compat.static(G),
-            visible=chunk.visible,
-            upper_rows=upper_rows,
-            lower_rows=lower_rows,
+            limits=limits,
             accumulate=accumulate,
-            scale=chunk.scale,
+            scale=step.scale,
             precision=dot_precision(q.get_dtype()),
             divides=compat.is_multiple,
             changes=NO_MODIFIERS,  # a step with others is left to the operator
@@ -283,20 +250,18 @@ def _launch(
             **constants,
         )
     make_input = {}
-    if upper_rows:
-        make_input[names.index("UPPER")] = _limits(compat.expected(K))
-    if lower_rows:
-        make_input[names.index("LOWER")] = _limits(0)
+    if limits.upper is not None:
+        make_input[names.index("UPPER")] = _every_key(compat.expected(K))
     name = f"cp_{kernel.value}"
     return compat.choose(name, choices, inputs + mutated, layout, make_input)
 
 
-def _limits(value: int) -> Callable[[Any], torch.Tensor]:
-    """Return a function that makes limits to tune with: every key is seen."""
+def _every_key(count: int) -> Callable[[Any], torch.Tensor]:
+    """Return a function that makes upper limits to tune with: every key is seen."""
 
     def make(node: Node) -> torch.Tensor:
         rows = compat.expected(node.get_size()[0])
-        return torch.full((rows,), value, dtype=torch.int32, device=node.get_device())
+        return torch.full((rows,), count, dtype=torch.int32, device=node.get_device())
 
     return make
 

@@ -33,7 +33,7 @@ def mask_summary(
     Args:
         q: of the ring; its values are not read.
         extras, spec: of cp::ring_attention.
-        place: a RingPlace as integers.
+        place: a RingPlace as integers, of any source.
         bias_grad: whether the backward wants the gradient of the bias.
         kernel: that of the steps.
     """

@@ -120,8 +120,8 @@ class RowGradients:
             assert self.delta is not None, "the step kernels read delta"
             grad = without_column(self.grad, v)
             saved = (grad, self.q, self.lse, self.delta)
-            dk, dv = templates.dkdv(saved, k, v)
-            self.dq = templates.dq(saved, k, v, self.dq)
+            dk, dv = templates.gradients(True, saved, k, v)
+            (self.dq,) = templates.gradients(False, saved, k, v, [self.dq])
             if self.dbias.numel():
                 templates.add_bias_gradient(self.dbias, saved, k, v)
             return dk, dv

@@ -1,34 +1,38 @@
-"""What the operators of attention steps are told of the keys, as they take it.
+"""What the operators of attention steps are told of a chunk of keys, as they take it.
 
-    attention_step(q, k, v, out, lse, extras, seen, limits, spec, final, kernel, after)
+    attention_step(
+        q, k, v, out, lse, extras, summary, upper, visible, place, spec, final, kernel,
+        after,
+    )
 
-All operators of steps have these four arguments. The spec tells what they hold:
+Both operators of steps have these arguments:
 
-              without mask or changes               under a mask, or with changes
-    extras    -                                     the tensors that the spec names
-    seen      no tensor, or the upper limit         the fields of a MaskSummary
-              of each row, and the lower one
-    limits    Visible.to_list                       RingPlace.to_list, and the source
+    extras, spec      what is computed, and the tensors that it names
+    visible, upper    without a mask: a Visible as a list, and the upper limit of each
+                      row where numbers of that are symbols
+    summary, place    under a mask, or with changed scores: the fields of a MaskSummary,
+                      and a RingPlace as a list
 
-ChunkLimits and ChunkMask are these arguments inside of the package.
+StepChunk is these arguments inside of the package.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from cpcompile.geometry.blocks import Block, square
+from cpcompile.geometry.blocks import square
 from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import spans
-from cpcompile.geometry.visibility import ALL, Visible, limits_of_rows
+from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.choice import StepKernel
+from cpcompile.kernels.constants import EVERY_KEY, RowLimits
 from cpcompile.ops.attention_spec import (
     AttentionInputs,
     AttentionSpec,
@@ -36,7 +40,6 @@ from cpcompile.ops.attention_spec import (
 )
 from cpcompile.ops.step.aten_flash import is_empty
 from cpcompile.ops.step.math_attention import accumulation_dtype
-from cpcompile.ops.step.row_mask import RowMask
 from cpcompile.ops.step.row_work import RowWork
 from cpcompile.ops.step.rows_under_mask import MaskedRows, MaskSummary, TokenSpans
 from cpcompile.ops.step.template_steps import Launch, TemplateSteps
@@ -45,159 +48,149 @@ _LAYOUTS = tuple(Layout)
 
 
 class StepArguments(NamedTuple):
-    """The arguments that all operators of steps share; see the table above."""
+    """The arguments that both operators share; see the table above."""
 
     extras: Sequence[Tensor]
-    seen: Sequence[Tensor]
-    limits: Sequence[int]
+    summary: Sequence[Tensor]
+    upper: Tensor | None
+    visible: Sequence[int]
+    place: Sequence[int]
     spec: str
 
-    def read(self) -> ChunkLimits | ChunkMask:
-        """Undo the `arguments` of either."""
-        spec = AttentionSpec.of_text(self.spec)
-        if not spec.has_modifiers:
-            visible = Visible.of_list(self.limits)
-            return ChunkLimits(spec.scale, visible, *self.seen)
-        *place, source = self.limits
-        return ChunkMask(
-            AttentionInputs.of(self.spec, self.extras),
-            MaskSummary(*self.seen),
-            RingPlace.of_list(place),
-            source,
-        )
-
-
-@dataclass(frozen=True)
-class ChunkLimits:
-    """The keys of a chunk that rows see, as integers or as vectors of limits.
-
-    upper, lower: int32 [R], never decreasing: row i sees the keys lower[i] <= j <
-        upper[i]; instead of these limits of `visible`. A lower one needs an upper one.
-    """
-
-    scale: float
-    visible: Visible = ALL
-    upper: Tensor | None = None
-    lower: Tensor | None = None
-
-    def arguments(self) -> StepArguments:
-        """Return the arguments of the operators."""
-        seen = [x for x in (self.upper, self.lower) if x is not None]
-        return StepArguments([], seen, self.visible.to_list(), _plain(self.scale))
-
-    def work(
-        self, q: Tensor, k: Tensor, kernel: StepKernel, bias_grad: bool = False
-    ) -> RowWork:
-        """Return what the rows of q compute on these keys."""
-        if kernel is StepKernel.TEMPLATE:
-            launches = [Launch(upper=self.upper, lower=self.lower)]
-            templates = TemplateSteps(launches, self.scale, self.visible)
-            return RowWork(kernel, self.scale, templates=templates)
-        if self.visible.is_empty or is_empty(q, k):
-            return RowWork(kernel, self.scale)
-        R, K = q.shape[2], k.shape[2]
-        blocks = None if self.upper is not None else self.visible.blocks(R, K)
-        if blocks is None:
-            whole = Block(0, R, 0, K, masked=True)
-            mask = self.row_mask(R, K, q.device)
-            return RowWork(StepKernel.MATH, self.scale, (whole,), mask=mask)
-        if kernel is StepKernel.FLASH and q.device.type != "cpu":
-            blocks = tuple(part for block in blocks for part in square(block))
-        return RowWork(kernel, self.scale, blocks)
-
-    def row_mask(self, rows: int, keys: int, device: torch.device) -> RowMask:
-        """Return the limits as key ranges of the rows."""
-        visible = self.visible
-        if self.upper is not None:
-            visible = replace(visible, upper=None)
-        if self.lower is not None:
-            visible = replace(visible, lower=None)
-        lower, upper = limits_of_rows(visible, rows, keys, device)
-        if self.upper is not None:
-            upper = torch.minimum(upper, self.upper)
-        if self.lower is not None:
-            lower = torch.maximum(lower, self.lower)
-        return RowMask(lower.unsqueeze(0), upper.unsqueeze(0))
-
-
-@functools.lru_cache(maxsize=64)  # each step of a model has the same
-def _plain(scale: float) -> str:
-    """Return the text of a spec that has nothing but the scale."""
-    return str(AttentionSpec(scale))
+    def read(self) -> StepChunk:
+        """Undo StepChunk.arguments."""
+        inputs = AttentionInputs.of(self.spec, self.extras)
+        if not inputs.has_modifiers:
+            return StepChunk(
+                inputs, RowLimits(Visible.of_list(self.visible), self.upper)
+            )
+        place = RingPlace.of_list(self.place)
+        return StepChunk(inputs, summary=MaskSummary(*self.summary), place=place)
 
 
 @dataclass(frozen=True)
 class RingPlace:
-    """One rank of a ring, and which tokens all of its ranks hold."""
+    """One rank of a ring, the rank whose keys it has, and which tokens all ranks hold.
+
+    source: of the keys.
+    """
 
     queries: Runs
     keys: Runs
     layout: Layout
     rank: int
+    source: int
 
     def to_list(self) -> list[int]:
         """Return the integers that operators take."""
-        layout = _LAYOUTS.index(self.layout)
-        return [*astuple(self.queries), *astuple(self.keys), layout, self.rank]
+        runs = [vars(x).values() for x in (self.queries, self.keys)]
+        place = (_LAYOUTS.index(self.layout), self.rank, self.source)
+        return [*runs[0], *runs[1], *place]
 
     @classmethod
     def of_list(cls, numbers: Sequence[int]) -> RingPlace:
         """Undo to_list."""
-        *runs, layout, rank = numbers
-        return cls(Runs(*runs[:4]), Runs(*runs[4:]), _LAYOUTS[layout], rank)
+        *runs, layout, rank, source = numbers
+        return cls(Runs(*runs[:4]), Runs(*runs[4:]), _LAYOUTS[layout], rank, source)
 
-    @functools.cached_property
+    @property
     def spans(self) -> TokenSpans:
         """The tokens of all ranks, as spans."""
-        rows, keys = (
-            tuple(spans(self.layout, runs, rank) for rank in range(runs.ranks))
-            for runs in (self.queries, self.keys)
-        )
-        lengths = self.queries.length, self.keys.length
-        return TokenSpans(rows, keys, self.rank, lengths)
+        return _token_spans(self.queries, self.keys, self.layout, self.rank)
+
+
+@functools.lru_cache(maxsize=64)  # each step and each layer has the same
+def _token_spans(queries: Runs, keys: Runs, layout: Layout, rank: int) -> TokenSpans:
+    of_rows, of_keys = (
+        tuple(spans(layout, runs, each) for each in range(runs.ranks))
+        for runs in (queries, keys)
+    )
+    return TokenSpans(of_rows, of_keys, rank, (queries.length, keys.length))
 
 
 @dataclass(frozen=True)
-class ChunkMask:
-    """The keys of one rank of a ring, `source`, under a mask that is summarized."""
+class StepChunk:
+    """One chunk of keys, and what the rows of a step see of it.
+
+    limits: without a mask; the templates alone take a vector, and none for the lower.
+    summary, place: of a mask, or where scores are changed, and None else.
+    """
 
     inputs: AttentionInputs
-    summary: MaskSummary
-    place: RingPlace
-    source: int
+    limits: RowLimits = EVERY_KEY
+    summary: MaskSummary | None = None
+    place: RingPlace | None = None
+
+    @classmethod
+    def plain(
+        cls, scale: float, visible: Visible = ALL, upper: Tensor | None = None
+    ) -> StepChunk:
+        """Make a chunk without a mask."""
+        inputs = AttentionInputs(AttentionSpec(scale))
+        return cls(inputs, RowLimits(visible, upper))
 
     def arguments(self) -> StepArguments:
         """Return the arguments of the operators."""
+        if self.summary is None or self.place is None:
+            visible, upper = self.limits.visible.to_list(), self.limits.upper
+            spec = _text_of(self.inputs.spec)
+            return StepArguments([], [], upper, visible, [], spec)
         extras, spec = self.inputs.arguments()
-        limits = [*self.place.to_list(), self.source]
-        return StepArguments(extras, list(self.summary), limits, spec)
+        place = self.place.to_list()
+        return StepArguments(extras, list(self.summary), None, [], place, spec)
 
     def work(
         self, q: Tensor, k: Tensor, kernel: StepKernel, bias_grad: bool = False
     ) -> RowWork:
-        """Return what the rows of q compute on these keys, which may be padded."""
-        rows = MaskedRows(q, self.inputs, self.place.spans, kernel, bias_grad)
-        return rows.work(self.summary, self.source, k.shape[2])
+        """Return what the rows of q compute on these keys; with a mask k may be padded.
+
+        Raises: ValueError for a vector of limits, but for the templates.
+        """
+        if self.summary is not None and self.place is not None:
+            rows = MaskedRows(q, self.inputs, self.place.spans, kernel, bias_grad)
+            return rows.work(self.summary, self.place.source, k.shape[2])
+        limits, scale = self.limits, self.inputs.spec.scale
+        if kernel is StepKernel.TEMPLATE:
+            templates = TemplateSteps([Launch(limits)], scale)
+            return RowWork(kernel, scale, templates=templates)
+        if limits.upper is not None:
+            raise ValueError(
+                f"cp::attention_step: got upper {tuple(limits.upper.shape)} with the "
+                f"kernel {kernel.value!r}; needed integers, in visible, or the kernel "
+                f"{StepKernel.TEMPLATE.value!r}"
+            )
+        if limits.visible.is_empty or is_empty(q, k):
+            return RowWork(kernel, scale)
+        blocks = limits.visible.blocks(q.shape[2], k.shape[2])
+        if kernel is StepKernel.FLASH and q.device.type != "cpu":
+            blocks = tuple(part for block in blocks for part in square(block))
+        return RowWork(kernel, scale, blocks)
 
     def own_columns(self, dbias: Tensor) -> Tensor:
         """Return the gradient of the bias for these keys, without padding.
 
         It is [B or 1, H or 1, R, keys]; that of a bias of positions is whole.
         """
-        if is_of_positions(dbias):
+        if is_of_positions(dbias) or self.place is None:
             return dbias
-        held = self.place.spans.keys[self.source]
+        held = self.place.spans.keys[self.place.source]
         columns = [dbias.narrow(3, x.position, x.count) for x in held]
+        if len(columns) == 1:
+            return columns[0].contiguous()
         return torch.cat(columns, 3) if columns else dbias.new_empty((0, 0, 0, 0))
 
     def fake_columns(self, q: Tensor) -> Tensor:
         """Return a fake result of own_columns; without elements for no bias."""
-        bias, keys = self.inputs.bias, self.place.keys.count(self.source)
-        if bias is None or not (keys or is_of_positions(bias)):
-            return (q if bias is None else bias).new_empty((0, 0, 0, 0))
-        if is_of_positions(bias):
+        bias, place = self.inputs.bias, self.place
+        if bias is not None and is_of_positions(bias):
             return bias.new_empty(bias.shape, dtype=accumulation_dtype(q.dtype))
+        keys = 0 if place is None else place.keys.count(place.source)
+        if bias is None or not keys:
+            return (q if bias is None else bias).new_empty((0, 0, 0, 0))
         return bias.new_empty((*bias.shape[:3], keys))
+
+
+_text_of = functools.lru_cache(maxsize=64)(str)  # each step of a model has the same
 
 
 def fake_by_name(op: CustomOpDef, result: Callable[[Mapping[str, Any]], Any]) -> None:

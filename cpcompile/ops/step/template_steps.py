@@ -1,11 +1,11 @@
 """Whole chunks of keys by the step templates, launched outside of compiled graphs.
 
-A template takes the integers of a `Visible`, and under a mask two limits per row, as
-vectors that never decrease; it skips the keys that no row of a tile sees. Causal masks,
-windows, chunks, prefixes, packed documents and padding at an end are such limits. Keys
-lie in the order of their positions on every rank, so that a position becomes a number
-of local keys. What else changes scores and weights is computed by the same kernels, see
-row_changes.py.
+A template takes RowLimits: the integers of a `Visible`, or under a mask two limits per
+row, as vectors that never decrease. It skips the keys that no row of a tile sees.
+Causal masks, windows, chunks, prefixes, packed documents and padding at an end are such
+limits. Keys lie in the order of their positions on every rank, so that a position
+becomes a number of local keys. What else changes scores and weights is computed by the
+same kernels, see row_changes.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.geometry.mask_tiles import TokenSpan
-from cpcompile.geometry.visibility import ALL, Visible
-from cpcompile.kernels.constants import NO_MODIFIERS, ScoreModifiers
+from cpcompile.kernels.configs import Kernel
+from cpcompile.kernels.constants import NO_MODIFIERS, RowLimits, ScoreModifiers
 from cpcompile.ops.step.position_bias import PositionBias
 from cpcompile.ops.step.row_changes import RowModifiers
 from cpcompile.ops.step.row_mask import RowMask
@@ -33,12 +33,10 @@ class Launch:
     """One launch: for which entries of the batch, their limits, and changed scores.
 
     batch: None for all of them.
-    upper, lower: [R] each, or None for no limit in addition to the integers.
     """
 
+    limits: RowLimits
     batch: slice | None = None
-    upper: Tensor | None = None
-    lower: Tensor | None = None
     modifiers: ScoreModifiers = NO_MODIFIERS
 
     @overload
@@ -61,7 +59,6 @@ class TemplateSteps:
 
     launches: Sequence[Launch]
     scale: float
-    visible: Visible = ALL
     keys: Sequence[TokenSpan] = ()
     bias: PositionBias | None = None
 
@@ -93,9 +90,8 @@ class TemplateSteps:
             batches = [slice(entry, entry + 1) for entry in range(len(mask.lower))]
         launches = [
             Launch(
+                RowLimits(upper=upper, lower=lower),
                 batch,
-                upper,
-                lower,
                 modifiers.at_keys(q, batch or slice(None), position),
             )
             for batch, upper, lower in zip(batches, uppers, lowers, strict=True)
@@ -121,9 +117,7 @@ class TemplateSteps:
                 x.of_batch(v),
                 x.of_batch(out),
                 x.of_batch(lse),
-                x.upper,
-                x.lower,
-                self.visible,
+                x.limits,
                 self.scale,
                 final,
                 changes=x.modifiers,
@@ -133,48 +127,27 @@ class TemplateSteps:
         outs, lses = zip(*results, strict=True)
         return _joined(outs), _joined(lses)
 
-    def dkdv(
+    def gradients(
         self,
+        of_keys: bool,
         saved: Saved,
         k: Tensor,
         v: Tensor,
-        dk: Tensor | None = None,
-        dv: Tensor | None = None,
+        sums: Sequence[Tensor] = (),
         final: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Return dk and dv with what the rows add, as cp::attention_step_dkdv does."""
+    ) -> list[Tensor]:
+        """Return [dk, dv] or [dq], as cp::attention_step_backward does."""
         from cpcompile.kernels import launch  # imports triton
 
-        results = []
+        kernel, results = Kernel.DKDV if of_keys else Kernel.DQ, []
         for x in self.launches:
             grad, q, lse, delta = (x.of_batch(y) for y in saved)
             operands = (grad, q, x.of_batch(k), x.of_batch(v), lse, delta)
-            dk_sum, dv_sum = x.of_batch(dk), x.of_batch(dv)
-            limits = (x.upper, x.lower, self.visible, self.scale, final)
+            rest = ([x.of_batch(y) for y in sums], x.limits, self.scale, final)
             results.append(
-                launch.dkdv(*operands, dk_sum, dv_sum, *limits, changes=x.modifiers)
+                launch.gradients(kernel, *operands, *rest, changes=x.modifiers)
             )
-        dks, dvs = zip(*results, strict=True)
-        return _joined(dks), _joined(dvs)
-
-    def dq(
-        self,
-        saved: Saved,
-        k: Tensor,
-        v: Tensor,
-        dq: Tensor | None = None,
-        final: bool = False,
-    ) -> Tensor:
-        """Return dq with what the chunk adds, as cp::attention_step_dq does."""
-        from cpcompile.kernels import launch  # imports triton
-
-        results = []
-        for x in self.launches:
-            grad, q, lse, delta = (x.of_batch(y) for y in saved)
-            operands = (grad, q, x.of_batch(k), x.of_batch(v), lse, delta)
-            rest = (x.of_batch(dq), x.upper, x.lower, self.visible, self.scale, final)
-            results.append(launch.dq(*operands, *rest, changes=x.modifiers))
-        return _joined(results)
+        return [_joined(parts) for parts in zip(*results, strict=True)]
 
     def add_bias_gradient(
         self, total: Tensor, saved: Saved, k: Tensor, v: Tensor
@@ -189,7 +162,7 @@ class TemplateSteps:
         assert bias is not None, "the gradient of a bias that is there"
         every_row = (TokenSpan(0, 0, saved[1].shape[2]),)
         for x in self.launches:
-            assert x.upper is not None and x.lower is not None, "limits of a mask"
+            upper, lower = x.limits.upper, x.limits.lower
             own = total if len(total) == 1 else x.of_batch(total)
             for row in every_row if bias.is_by_key else bias.rows:
                 for key in self.keys:
@@ -203,9 +176,9 @@ class TemplateSteps:
                         v_part,
                         lse,
                         delta,
-                        x.upper[rows] - key.place,
-                        x.lower[rows] - key.place,
-                        ALL,
+                        RowLimits(
+                            upper=upper[rows] - key.place, lower=lower[rows] - key.place
+                        ),
                         self.scale,
                         changes=x.modifiers.of_part(rows, keys),
                     )

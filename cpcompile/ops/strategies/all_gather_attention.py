@@ -9,29 +9,15 @@ The keys are gathered by gathered_keys.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from cpcompile.cost.plans import Strategy
 from cpcompile.geometry.layout import Runs
-from cpcompile.geometry.mask_blocks import spans
-from cpcompile.geometry.mask_tiles import TokenSpan
-from cpcompile.kernels.choice import StepKernel
+from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.ops.attention_spec import AttentionInputs
-from cpcompile.ops.step.attention_step import attention_step
-from cpcompile.ops.step.attention_step_backward import (
-    attention_step_backward,
-    attention_step_dkdv,
-    attention_step_dq,
-)
-from cpcompile.ops.step.block_attention import row_dots, with_column
-from cpcompile.ops.step.kernel_choice import call_kernel, kernel_of_masked
-from cpcompile.ops.step.online_softmax import RunningAttention
-from cpcompile.ops.step.position_bias import new_bias_gradient
-from cpcompile.ops.step.row_gradients import RowGradients, SavedRows
-from cpcompile.ops.step.rows_under_mask import MaskedRows, TokenSpans
 from cpcompile.ops.strategies.contract import (
     check_inputs,
     check_mask_layout,
@@ -39,10 +25,35 @@ from cpcompile.ops.strategies.contract import (
 )
 from cpcompile.ops.strategies.gathered_keys import (
     Gathered,
+    Run,
     gather_keys,
     scatter_gradients,
 )
-from cpcompile.ops.strategies.sinks import with_sinks
+from cpcompile.ops.strategies.ring_schedule import Ring, RingStep
+from cpcompile.ops.strategies.ring_steps import ring_forward, step_gradients
+
+
+@dataclass(frozen=True)
+class GatheredRing(Ring):
+    """A ring of one step, on the keys of all ranks in the order of the sequence.
+
+    runs: of consecutive queries of this rank, if attention is causal.
+    """
+
+    runs: tuple[Run, ...] = ()
+
+    def calls(self, step: int) -> tuple[RingStep, ...]:
+        """Return the calls of the step: one for each run of causal queries."""
+        if not self.is_causal:
+            return super().calls(step)
+        length = self.keys.length
+        seen = [visible_chunk(*run, 0, length, length, True) for run in self.runs]
+        return tuple(RingStep(i, visible, True) for i, visible in enumerate(seen))
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Split queries, [B, H, tokens, ...], into parts that have their own steps."""
+        counts = [count for _, count in self.runs]
+        return list(x.split(counts, 2)) if self.is_causal and counts[1:] else [x]
 
 
 @torch.library.custom_op("cp::all_gather_attention", mutates_args=())
@@ -60,24 +71,10 @@ def all_gather_attention(
     Arguments, results and errors are those of cp::ring_attention; the layout is
     contiguous or zigzag, and there is one run.
     """
-    name, inputs = "cp::all_gather_attention", AttentionInputs.of(spec, extras)
-    if inputs.has_modifiers:
-        own, rows = _masked_rows(name, (q, k, v), inputs, sizes, group)
-        summary, running = rows.summarize(), RunningAttention(q, v.shape[-1])
-        k_full, v_full = gather_keys(k, v, own)
-        work = rows.work(summary, 0, k_full.shape[2])
-        work.forward(running, k_full, v_full, final=True)
-        return with_sinks(*running.result(True), inputs.sinks, summary.row_shift)
-    own = Gathered.of(name, (q, k, v), inputs.spec, sizes, group)
-    k_full, v_full = gather_keys(k, v, own)
-    kernel = call_kernel(q, v, inputs)
-    outs, lses = [], []
-    for part, limits in zip(own.split(q), own.limits(inputs.spec.scale), strict=True):
-        operands, how = (part, k_full, v_full, None, None), (True, kernel.value)
-        out, lse = attention_step(*operands, *limits.arguments(), *how)
-        outs.append(out)
-        lses.append(lse)
-    return with_sinks(_joined(outs), _joined(lses), inputs.sinks)
+    inputs = AttentionInputs.of(spec, extras)
+    call = ("cp::all_gather_attention", (q, k, v), inputs, sizes, group, "forward")
+    own, ring = _one_step(*call)
+    return ring_forward(q, *gather_keys(k, v, own), ring)
 
 
 @torch.library.custom_op("cp::all_gather_attention_backward", mutates_args=())
@@ -99,87 +96,37 @@ def all_gather_attention_backward(
 
     Sums over blocks and over ranks are in the accumulation dtype.
     """
-    name = "cp::all_gather_attention_backward"
-    inputs = AttentionInputs.of(spec, extras)
-    if inputs.has_modifiers:
-        own, rows = _masked_rows(name, (q, k, v), inputs, sizes, group, bias_grad)
-        summary = rows.summarize()
-        grad, out = with_column(grad, out, grad_lse)
-        k_full, v_full = gather_keys(k, v, own)
-        work = rows.work(summary, 0, k_full.shape[2])
-        saved = SavedRows(grad, q, lse, out)
-        gradients = RowGradients(work, saved, bias_grad=bias_grad)
-        totals = gradients.of_chunk(k_full, v_full)
-        dk, dv = scatter_gradients(totals, k, v, own)
-        return gradients.dq.to(q.dtype), dk, dv, gradients.whole_dbias
-    own = Gathered.of(name, (q, k, v), inputs.spec, sizes, group)
-    k_full, v_full = gather_keys(k, v, own)
-    kernel = call_kernel(q, v, inputs, bias_grad, grad_lse)
-    split = kernel is StepKernel.TEMPLATE
-    if split:
-        out = row_dots(grad, out, grad_lse)
-    else:
-        grad, out = with_column(grad, out, grad_lse)
-    dqs: list[Tensor] = []
-    sums: list[Tensor] = []
-    saved_parts = zip(*map(own.split, (grad, q, out, lse)), strict=True)
-    every_limits = own.limits(inputs.spec.scale)
-    for parts, limits in zip(saved_parts, every_limits, strict=True):
-        grad_part, q_part, out_part, lse_part = parts
-        operands, arguments = (grad_part, q_part, k_full, v_full), limits.arguments()
-        if split:
-            rows_saved = (*operands, lse_part, out_part)
-            before = (*sums,) or (None, None)
-            sums = list(
-                attention_step_dkdv(
-                    *rows_saved, *before, *arguments, False, kernel.value
-                )
-            )
-            how = (True, kernel.value)
-            dqs.append(attention_step_dq(*rows_saved, None, *arguments, *how))
-        else:
-            rows_saved = (*operands, out_part, lse_part)
-            dq, dk_part, dv_part, _ = attention_step_backward(
-                *rows_saved, None, *arguments, False, True, kernel.value
-            )
-            dqs.append(dq)
-            new = [dk_part, dv_part]
-            sums = list(map(torch.add, sums, new)) if sums else new
-    dk, dv = scatter_gradients(sums, k, v, own)
-    return _joined(dqs), dk, dv, new_bias_gradient(q, None, False)
+    inputs, name = AttentionInputs.of(spec, extras), "cp::all_gather_attention_backward"
+    own, ring = _one_step(name, (q, k, v), inputs, sizes, group, "backward")
+    keys = gather_keys(k, v, own)
+    dq, totals, dbias = step_gradients(
+        grad, q, *keys, out, lse, ring, bias_grad, grad_lse
+    )
+    return dq, *scatter_gradients(totals, k, v, own), dbias
 
 
-def _masked_rows(
+def _one_step(
     name: str,
     operands: tuple[Tensor, Tensor, Tensor],
     inputs: AttentionInputs,
     sizes: Sequence[int],
     group: str,
-    bias_grad: bool = False,
-) -> tuple[Gathered, MaskedRows]:
-    """Return how keys are gathered, and the rows of this rank under the mask."""
-    (q, _, v), (q_len, kv_len) = operands, sizes
-    lengths = q_len, kv_len
-    check_mask_layout(Strategy.ALL_GATHER, inputs, lengths)
-    # As for causal attention: keys in the order of the sequence.
-    ordered = replace(inputs.spec, is_causal=True)
-    own = Gathered.of(name, operands, ordered, sizes, group)
-    check_inputs(name, q, inputs, lengths)
+    direction: str,
+) -> tuple[Gathered, GatheredRing]:
+    """Check the operands; return how keys are gathered, and the step on all of them."""
+    (q_len, kv_len), spec = sizes, inputs.spec
+    if inputs.has_modifiers:
+        check_mask_layout(Strategy.ALL_GATHER, inputs, (q_len, kv_len))
+        # As for causal attention: keys in the order of the sequence.
+        spec = replace(spec, is_causal=True)
+    own = Gathered.of(name, operands, spec, sizes, group)
+    if inputs.has_modifiers:
+        check_inputs(name, operands[0], inputs, (q_len, kv_len))
     queries = Runs.contiguous(q_len, own.queries.ranks)
-    layout = inputs.spec.layout
-    token_spans = TokenSpans(
-        rows=tuple(spans(layout, queries, rank) for rank in range(queries.ranks)),
-        keys=((TokenSpan(0, 0, kv_len),) if kv_len else (),),
-        rank=own.rank,
-        lengths=lengths,
-    )
-    kernel = kernel_of_masked(q, v, inputs, bias_grad)
-    return own, MaskedRows(q, inputs, token_spans, kernel, bias_grad)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Undo Gathered.split."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
+    who = (inputs.spec.is_causal, group, own.rank, direction)
+    runs = own.runs(own.queries, own.rank)
+    keys = Runs.contiguous(kv_len, 1)
+    return own, GatheredRing(queries, keys, *who, inputs=inputs, runs=runs)
 
 
 register(all_gather_attention, all_gather_attention_backward)

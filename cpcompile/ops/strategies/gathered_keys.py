@@ -19,7 +19,6 @@ from torch import Tensor
 
 from cpcompile.cost.plans import Strategy
 from cpcompile.geometry.layout import Chunks, TokenLayout
-from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.ops.comm.communication import (
     Packing,
@@ -27,7 +26,6 @@ from cpcompile.ops.comm.communication import (
     group_by_name,
     reduce_scatter_chunks,
 )
-from cpcompile.ops.step.step_arguments import ChunkLimits
 from cpcompile.ops.strategies.contract import check_operands, dealt_tokens
 
 Run = tuple[int, int]  # a position in the sequence, and the number of tokens from there
@@ -76,19 +74,6 @@ class Gathered:
             return ((chunks.start(rank), chunks.count(rank)),)
         head, count = self.tokens.head(rank), self.tokens.count(rank)
         return (self.tokens.first(rank), head), (self.tokens.tail(rank), count - head)
-
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Split x into the runs of local queries, [B, H, tokens, ...] each."""
-        counts = [count for _, count in self.runs(self.queries, self.rank)]
-        return (x,) if len(counts) == 1 else x.split(counts, 2)
-
-    def limits(self, scale: float) -> list[ChunkLimits]:
-        """Return what each run of local queries sees of all keys."""
-        length = self.keys.length
-        return [
-            ChunkLimits(scale, visible_chunk(*run, 0, length, length, self.is_causal))
-            for run in self.runs(self.queries, self.rank)
-        ]
 
     def order(self) -> list[tuple[int, int, int, int]]:
         """Return every run of keys in the order of the sequence.

@@ -10,22 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.layout import Layout, Runs
-from cpcompile.geometry.mask_blocks import spans
+from cpcompile.geometry.layout import Runs
 from cpcompile.ops.attention_spec import AttentionInputs
-from cpcompile.ops.step.block_attention import with_column
-from cpcompile.ops.step.kernel_choice import kernel_of_masked
-from cpcompile.ops.step.online_softmax import RunningAttention
-from cpcompile.ops.step.row_gradients import RowGradients, SavedRows
-from cpcompile.ops.step.row_work import RowWork
-from cpcompile.ops.step.rows_under_mask import MaskedRows, TokenSpans
 from cpcompile.ops.strategies.contract import (
     check_inputs,
     check_layout,
     check_operands,
     register,
 )
-from cpcompile.ops.strategies.sinks import with_sinks
+from cpcompile.ops.strategies.ring_schedule import Ring
+from cpcompile.ops.strategies.ring_steps import ring_backward, ring_forward
 
 
 @torch.library.custom_op("cp::local_attention", mutates_args=())
@@ -37,11 +31,8 @@ def local_attention(
     Arguments, results and errors are those of cp::ring_attention on one rank.
     """
     inputs = AttentionInputs.of(spec, extras)
-    work = _work("cp::local_attention", (q, k, v), inputs)
-    running = RunningAttention(q, v.shape[-1])
-    work.forward(running, k, v, final=True)
-    row_shift = None if work.mask is None else work.mask.row_shift
-    return with_sinks(*running.result(True), inputs.sinks, row_shift)
+    ring = _one_rank("cp::local_attention", (q, k, v), inputs)
+    return ring_forward(q, k, v, ring)
 
 
 @torch.library.custom_op("cp::local_attention_backward", mutates_args=())
@@ -59,37 +50,19 @@ def local_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients (dq, dk, dv, dbias), see cp::ring_attention_backward."""
     inputs, name = AttentionInputs.of(spec, extras), "cp::local_attention_backward"
-    work = _work(name, (q, k, v), inputs, bias_grad)
-    grad, out = with_column(grad, out, grad_lse)
-    saved = SavedRows(grad, q, lse, out)
-    gradients = RowGradients(work, saved, bias_grad=bias_grad)
-    dk, dv = gradients.of_chunk(k, v)
-    dq = gradients.dq.to(q.dtype)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), gradients.whole_dbias
+    ring = _one_rank(name, (q, k, v), inputs)
+    return ring_backward(grad, q, k, v, out, lse, ring, bias_grad, grad_lse)
 
 
-def _work(
-    name: str,
-    operands: tuple[Tensor, Tensor, Tensor],
-    inputs: AttentionInputs,
-    bias_grad: bool = False,
-) -> RowWork:
-    """Check the operands, and set up the work on all keys."""
+def _one_rank(
+    name: str, operands: tuple[Tensor, Tensor, Tensor], inputs: AttentionInputs
+) -> Ring:
+    """Check the operands, and return a ring that sends nothing."""
     check_layout(name, inputs.spec.layout)
-    q, k, v = operands
-    lengths = q.shape[2], k.shape[2]
-    queries, keys = (Runs.contiguous(length, 1) for length in lengths)
-    check_operands(name, q, k, v, queries, keys, 0)
-    check_inputs(name, q, inputs, lengths)
-    token_spans = TokenSpans(
-        rows=(spans(Layout.CONTIGUOUS, queries, 0),),
-        keys=(spans(Layout.CONTIGUOUS, keys, 0),),
-        rank=0,
-        lengths=lengths,
-    )
-    kernel = kernel_of_masked(q, v, inputs, bias_grad)
-    rows = MaskedRows(q, inputs, token_spans, kernel, bias_grad)
-    return rows.work(rows.summarize(), 0, k.shape[2])
+    queries, keys = (Runs.contiguous(x.shape[2], 1) for x in operands[:2])
+    check_operands(name, *operands, queries, keys, 0)
+    check_inputs(name, operands[0], inputs, (queries.length, keys.length))
+    return Ring(queries, keys, False, "", 0, name, inputs=inputs)
 
 
 register(local_attention, local_attention_backward)

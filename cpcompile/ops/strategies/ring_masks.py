@@ -27,11 +27,15 @@ def under_mask(
     inputs = ring.inputs
     if not inputs.has_modifiers:
         return ring
-    place, (extras, spec) = ring.rank_place, inputs.arguments()
+    place = ring.rank_place()
+    rows = MaskedRows(q, inputs, place.spans, kernel, bias_grad)
+    if ring.is_plain(q):
+        return replace(ring, summary=rows.summarize())
+    extras, spec = inputs.arguments()
     how = (place.to_list(), spec, bias_grad, kernel.value)
     summary = MaskSummary(*mask_summary(q, extras, *how))
-    if is_cached(inputs.spec.mask_key) or not is_fake(summary.table):
-        rows = MaskedRows(q, inputs, place.spans, kernel, bias_grad)
+    known = is_cached(inputs.spec.mask_key) or not is_fake(summary.table)
+    if known and ring.ranks > 1:
         offsets = offsets_needed(rows.blocks(summary).needed)
         ring = replace(ring, offsets=offsets)
     return replace(ring, summary=summary)
@@ -53,7 +57,7 @@ def gradient_of_bias(ring: Ring, parts: dict[int, Tensor]) -> Tensor:
     assert bias is not None, "the gradient of a bias that is there"
     if is_of_positions(bias):
         return torch.stack([*parts.values()]).sum(0).to(bias.dtype)
-    keys = ring.rank_place.spans.keys
+    keys = ring.rank_place().spans.keys
     spans = [(x, source) for source, held in enumerate(keys) for x in held]
     columns = [
         parts[source].narrow(3, span.place, span.count)
@@ -61,4 +65,6 @@ def gradient_of_bias(ring: Ring, parts: dict[int, Tensor]) -> Tensor:
         else bias.new_zeros((*bias.shape[:3], span.count))
         for span, source in sorted(spans, key=lambda x: x[0].position)
     ]
+    if len(columns) == 1:
+        return columns[0].contiguous()
     return torch.cat(columns, 3) if columns else torch.zeros_like(bias)

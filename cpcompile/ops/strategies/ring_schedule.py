@@ -42,18 +42,14 @@ from cpcompile.ops.attention_spec import PLAIN, AttentionInputs
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 from cpcompile.ops.step.rows_under_mask import MaskSummary
-from cpcompile.ops.step.step_arguments import (
-    ChunkLimits,
-    ChunkMask,
-    RingPlace,
-    StepArguments,
-)
+from cpcompile.ops.step.step_arguments import RingPlace, StepChunk
 from cpcompile.ops.strategies.contract import (
     check_inputs,
     check_mask_layout,
     check_operands,
     dealt_tokens,
 )
+from cpcompile.torch_private.fake_tensors import is_fake
 
 
 @dataclass(frozen=True)
@@ -64,18 +60,18 @@ class RingStep:
     visible: Visible
     is_last: bool  # of this part, in the step
 
-    def limits(
+    def chunk(
         self, scale: float, q: Tensor, k: Tensor, kernel: StepKernel
-    ) -> ChunkLimits:
-        """Return the limits of a step of q [.., R, D] on k [.., K, D].
+    ) -> StepChunk:
+        """Return what a step of q [.., R, D] sees of k [.., K, D].
 
         Integers are literals in our kernels, so that symbols go into a vector there.
         """
         in_kernel = kernel is StepKernel.TEMPLATE
         if not in_kernel or not any(map(is_symbol, self.visible.to_list())):
-            return ChunkLimits(scale, self.visible)
+            return StepChunk.plain(scale, self.visible)
         upper = upper_of_rows(self.visible, q.shape[2], k.shape[2], q.device)
-        return ChunkLimits(scale, upper=upper)
+        return StepChunk.plain(scale, upper=upper)
 
 
 @dataclass(frozen=True)
@@ -135,6 +131,13 @@ class Ring:
     def steps(self) -> int:
         return self.ranks if self.offsets is None else len(self.offsets)
 
+    def is_plain(self, q: Tensor) -> bool:
+        """Tell whether steps are plain calls: of one rank, in the operator itself.
+
+        Else they are operators, in a graph and for the profiler.
+        """
+        return self.ranks == 1 and not is_fake(q)
+
     def offset(self, step: int) -> int:
         """Return how many ranks past its own a chunk is in a step; home at the end."""
         if step == self.steps:
@@ -177,20 +180,20 @@ class Ring:
         alone = visible.upper is not None and visible.upper[0] < 1
         return NOTHING if alone and tokens.count(self.rank) == 1 else visible
 
-    def arguments(
+    def seen(
         self, step: int, call: RingStep, q: Tensor, k: Tensor, kernel: StepKernel
-    ) -> StepArguments:
-        """Return what the operators are told of a call in `step`, of q and k."""
+    ) -> StepChunk:
+        """Return what a call in `step`, of q and k, sees of the keys."""
         if self.summary is None:
             scale = self.inputs.spec.scale
-            return call.limits(scale, q, k, kernel).arguments()
-        of_mask = (self.inputs, self.summary, self.rank_place, self.source(step))
-        return ChunkMask(*of_mask).arguments()
+            return call.chunk(scale, q, k, kernel)
+        place = self.rank_place(self.source(step))
+        return StepChunk(self.inputs, summary=self.summary, place=place)
 
-    @property
-    def rank_place(self) -> RingPlace:
-        """This rank's place, as steps under a mask take it."""
-        return RingPlace(self.queries, self.keys, self.inputs.spec.layout, self.rank)
+    def rank_place(self, source: int = 0) -> RingPlace:
+        """Return this rank's place, with keys of a source, for steps under a mask."""
+        own = (self.inputs.spec.layout, self.rank, source)
+        return RingPlace(self.queries, self.keys, *own)
 
     def computes(self, step: int) -> bool:
         """Tell whether this rank has anything to compute in `step`."""
@@ -210,6 +213,8 @@ class Ring:
 
     def own_chunk(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return keys and values of this rank to send: contiguous, of the full size."""
+        if self.ranks == 1:
+            return [k, v]
         if self.keys.length != self.keys.padded * self.ranks:
             missing = self.keys.padded - k.shape[2]
             k, v = (F.pad(x, (0, 0, 0, missing)) for x in (k, v))

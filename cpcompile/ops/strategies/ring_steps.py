@@ -21,17 +21,17 @@ from torch import Tensor
 
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.comm.ring_exchange import ring_shift
-from cpcompile.ops.step.attention_step import attention_step
+from cpcompile.ops.step.attention_step import attention_step, plain_step
 from cpcompile.ops.step.attention_step_backward import (
+    Parts,
     attention_step_backward,
-    attention_step_dkdv,
-    attention_step_dq,
+    step_backward,
 )
 from cpcompile.ops.step.block_attention import row_dots, with_column
 from cpcompile.ops.step.kernel_choice import call_kernel
 from cpcompile.ops.step.position_bias import new_bias_gradient
 from cpcompile.ops.strategies.ring_masks import gradient_of_bias, under_mask
-from cpcompile.ops.strategies.ring_schedule import Ring
+from cpcompile.ops.strategies.ring_schedule import Ring, RingStep
 from cpcompile.ops.strategies.sinks import with_sinks
 
 _wait = torch.ops.cp.ring_wait.default
@@ -51,12 +51,14 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, T
         after = arriving[0] if arriving else None
         for call in ring.calls(step):
             rows = queries[call.part]
-            arguments = ring.arguments(step, call, rows, chunk[0], kernel)
-            operands = (rows, *chunk, *states[call.part])
+            seen = ring.seen(step, call, rows, chunk[0], kernel)
+            operands = (rows, chunk[0], chunk[1], *states[call.part])
             final = last and call.is_last
-            states[call.part] = attention_step(
-                *operands, *arguments, final, kernel.value, after
-            )
+            if ring.is_plain(q):
+                states[call.part] = plain_step(*operands, seen, final, kernel)
+            else:
+                how = (*seen.arguments(), final, kernel.value, after)
+                states[call.part] = attention_step(*operands, *how)
             after = states[call.part][0]  # one after the other: the wait is after all
         chunk = [_wait(x, after, where) for x in arriving]
     outs, lses = zip(*states, strict=True)
@@ -75,7 +77,29 @@ def ring_backward(
     bias_grad: bool = False,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the steps of cp::ring_attention_backward, whose results these are.
+    """Run the steps of cp::ring_attention_backward, whose results these are."""
+    dq, totals, dbias = step_gradients(
+        grad, q, k, v, out, lse, ring, bias_grad, grad_lse
+    )
+    dk, dv = (
+        total.narrow(2, 0, x.shape[2]).to(x.dtype, copy=True).contiguous()
+        for total, x in zip(totals, (k, v), strict=True)
+    )
+    return dq, dk, dv, dbias
+
+
+def step_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ring: Ring,
+    bias_grad: bool = False,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return dq, dbias, and in the accumulation dtype dk and dv, which may be padded.
 
     See Note [Two forms of the backward], Note [dK and dV travel with their chunk] and
     Note [Several runs of tokens].
@@ -89,11 +113,24 @@ def ring_backward(
         out = row_dots(grad, out, grad_lse)  # the dots are all we need
     else:
         grad, out = with_column(grad, out, grad_lse)
-    grads, queries, lses, outs = map(ring.split, (grad, q, lse, out))
-    dqs: list[Tensor | None] = [None for _ in queries]
+    saved = [*zip(*map(ring.split, (grad, q, lse, out)), strict=True)]
+    dqs: list[list[Tensor]] = [[] for _ in saved]
     done: Tensor | None = None  # what was computed last
     travelling: list[Tensor] = []  # dk and dv, on their way from the previous rank
     sent = ""
+
+    def computed(
+        step: int, call: RingStep, parts: Parts, sums: list[Tensor], final: bool
+    ) -> list[Tensor]:
+        grad, q, lse, out = saved[call.part]
+        seen = ring.seen(step, call, q, chunk[0], kernel)
+        operands = (grad, q, chunk[0], chunk[1], lse, out, sums)
+        if ring.is_plain(q):
+            return step_backward(*operands, parts, seen, final, kernel)
+        how = (*seen.arguments(), final, kernel.value, after)
+        gradients: list[Tensor] = attention_step_backward(*operands, parts.value, *how)
+        return gradients
+
     for step in range(ring.steps):
         last, calls = step + 1 == ring.steps, ring.calls(step)
         hidden = ring.computes(step)
@@ -102,32 +139,20 @@ def ring_backward(
         earlier = travelling[0] if travelling else None
         arriving = [] if last else _shift(ring, chunk, step, where, earlier)
         after = arriving[0] if arriving else earlier
-        totals: list[Tensor]
+        totals: list[Tensor] = []
         if split:
-            waited = [_wait(x, done, sent) for x in travelling]
-            sums: tuple[Tensor | None, ...] = (*waited,) or (None, None)
+            totals = [_wait(x, done, sent) for x in travelling]
             for call in calls:
-                part = call.part
-                rows = queries[part]
-                arguments = ring.arguments(step, call, rows, chunk[0], kernel)
-                operands = (grads[part], rows, *chunk, lses[part], outs[part], *sums)
-                sums = attention_step_dkdv(
-                    *operands, *arguments, False, kernel.value, after
-                )
-            totals = [x for x in sums if x is not None]
+                totals = computed(step, call, Parts.DKDV, totals, False)
         else:
-            totals = []
+            parts = Parts.ALL_AND_BIAS if bias_grad else Parts.ALL
             for call in calls:
-                part = call.part
-                rows = queries[part]
-                arguments = ring.arguments(step, call, rows, chunk[0], kernel)
-                saved = (grads[part], rows, *chunk, outs[part], lses[part], dqs[part])
-                how = (bias_grad, last and call.is_last, kernel.value)
-                dqs[part], *new, dbias[ring.source(step)] = attention_step_backward(
-                    *saved, *arguments, *how, after
-                )
-                done = after = dqs[part]
-                totals = list(map(torch.add, totals, new)) if totals else new
+                final = last and call.is_last
+                dq, dk, dv, *rest = computed(step, call, parts, dqs[call.part], final)
+                dqs[call.part], done, after = [dq], dq, dq
+                totals = [*map(torch.add, totals, (dk, dv))] if totals else [dk, dv]
+                if rest:
+                    (dbias[ring.source(step)],) = rest
             waited = [_wait(x, done, sent) for x in travelling]
             totals = list(map(torch.add, waited, totals)) if waited else totals
         if ring.steps > 1:
@@ -138,26 +163,15 @@ def ring_backward(
         if split:
             after = travelling[0] if travelling else None
             for call in calls:
-                part = call.part
-                rows = queries[part]
-                arguments = ring.arguments(step, call, rows, chunk[0], kernel)
-                saved = (grads[part], rows, *chunk, lses[part], outs[part], dqs[part])
-                final = last and call.is_last
-                dqs[part] = attention_step_dq(
-                    *saved, *arguments, final, kernel.value, after
-                )
-                done = after = dqs[part]
+                sums, final = dqs[call.part], last and call.is_last
+                dqs[call.part] = computed(step, call, Parts.DQ, sums, final)
+                done = after = dqs[call.part][0]
         chunk = [_wait(x, done, where) for x in arriving]
     totals = [_wait(x, done, sent) for x in travelling] or totals
-    count = k.shape[2]
-    dk, dv = (
-        total.narrow(2, 0, count).to(x.dtype, copy=True).contiguous()
-        for total, x in zip(totals, (k, v), strict=True)
-    )
-    dq = _joined(dqs)
+    dq = _joined([sum_ for sums in dqs for sum_ in sums])
     if ring.inputs.bias is None or not bias_grad:
-        return dq, dk, dv, new_bias_gradient(q, None, False)
-    return dq, dk, dv, gradient_of_bias(ring, dbias)
+        return dq, totals, new_bias_gradient(q, None, False)
+    return dq, totals, gradient_of_bias(ring, dbias)
 
 
 def _shift(

@@ -33,7 +33,7 @@ from cpcompile.ops.step.row_changes import RowModifiers
 from cpcompile.ops.step.row_mask import MASK_ELEMENTS, RowMask
 from cpcompile.ops.step.row_work import RowWork
 from cpcompile.ops.step.score_mod import ScoreMod
-from cpcompile.ops.step.step_arguments import ChunkLimits
+from cpcompile.ops.step.step_arguments import StepChunk
 from cpcompile.ops.step.template_steps import TemplateSteps
 from cpcompile.ops.strategies.contract import (
     check_inputs,
@@ -83,7 +83,7 @@ def split_kv_attention(
     else:
         start, count, is_causal = keys.start(rank), k.shape[2], inputs.spec.is_causal
         visible = visible_chunk(0, q_len, start, count, kv_len, is_causal)
-        arguments = ChunkLimits(inputs.spec.scale, visible).arguments()
+        arguments = StepChunk.plain(inputs.spec.scale, visible).arguments()
         kernel = call_kernel(q, v, inputs)
         own_out, own_lse = attention_step(
             q, k, v, None, None, *arguments, False, kernel.value

@@ -11,6 +11,7 @@ from unittest import mock
 
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from cpcompile.kernels.constants import RowLimits
 from cpcompile.passes.placement.placement_calls import cp_unreduced
 
 
@@ -31,10 +32,11 @@ def planted(name):
 def one_key_more(right):
     def limits(*args):
         chunk = right(*args)
-        upper = chunk.visible.upper
+        visible = chunk.limits.visible
+        upper = visible.upper
         upper = None if upper is None else (upper[0] + 1, upper[1] + 1)
-        visible = dataclasses.replace(chunk.visible, upper=upper)
-        return dataclasses.replace(chunk, visible=visible)
+        visible = dataclasses.replace(visible, upper=upper)
+        return dataclasses.replace(chunk, limits=RowLimits(visible))
 
     return limits
 
@@ -124,7 +126,7 @@ _VALUES = "passes.placement.graph_values"
 _WRITER = "passes.placement.graph_writer"
 
 FAULTS = {
-    "causal offset": [(_RING, "RingStep.limits", one_key_more)],
+    "causal offset": [(_RING, "RingStep.chunk", one_key_more)],
     "dKV the other way": [(_STEPS, "ring_shift", gradients_back)],
     "KV head off by one": [(_RING, "Ring.own_chunk", next_key_head)],
     "loss averaged per rank": [(_LOSSES, "cp_loss", mean_of_means)],

@@ -189,12 +189,12 @@ def test_the_backward_of_the_ring_of_a_hybrid(monkeypatch):
         """\
 ulysses_scatter_1 = cp.ulysses_scatter([tangents_1], lengths=[8], sizes=[4],
     group=ULYSSES)
-wait = cp.ring_wait(shift[0], step_dq_1, where='keys and values, step 0')
-wait_1 = cp.ring_wait(shift[1], step_dq_1, where='keys and values, step 0')
-wait_2 = cp.ring_wait(shift_1[0], step_dq_1, where='dk and dv, step 0')
-wait_3 = cp.ring_wait(shift_1[1], step_dq_1, where='dk and dv, step 0')
-wait_4 = cp.ring_wait(shift_2[0], step_dq_3, where='dk and dv, step 1')
-wait_5 = cp.ring_wait(shift_2[1], step_dq_3, where='dk and dv, step 1')
+wait = cp.ring_wait(shift[0], step_backward_3[0], where='keys and values, step 0')
+wait_1 = cp.ring_wait(shift[1], step_backward_3[0], where='keys and values, step 0')
+wait_2 = cp.ring_wait(shift_1[0], step_backward_3[0], where='dk and dv, step 0')
+wait_3 = cp.ring_wait(shift_1[1], step_backward_3[0], where='dk and dv, step 0')
+wait_4 = cp.ring_wait(shift_2[0], step_backward_7[0], where='dk and dv, step 1')
+wait_5 = cp.ring_wait(shift_2[1], step_backward_7[0], where='dk and dv, step 1')
 ulysses_gather_1 =
     cp.ulysses_gather([cat, convert_element_type, convert_element_type_1],
     heads=[2, 2, 2], lengths=[8, 8, 8], sizes=[4, 4, 4], group=ULYSSES)""",
@@ -203,26 +203,31 @@ ulysses_gather_1 =
         lines_with(calls, "= cp.ring_shift", "= cp.attention_step"),
         """\
 shift = cp.ring_shift([k, v], group=RING, where='keys and values, step 0')
-step_dkdv = cp.attention_step_dkdv(part[0], part_1[0], k, v, part_2[0], part_3[0],
-    keys=[0, 4], upper=[1, 1], final=False, after=shift[0])
-step_dkdv_1 = cp.attention_step_dkdv(part[1], part_1[1], k, v, part_2[1], part_3[1],
-    step_dkdv[0], step_dkdv[1], upper=[5, 5], final=False, after=shift[0])
-shift_1 = cp.ring_shift([step_dkdv_1[0], step_dkdv_1[1]], group=RING,
+step_backward = cp.attention_step_backward(part[0], part_1[0], k, v, part_2[0],
+    part_3[0], parts='dkdv', keys=[0, 4], upper=[1, 1], final=False, after=shift[0])
+step_backward_1 = cp.attention_step_backward(part[1], part_1[1], k, v, part_2[1],
+    part_3[1], [step_backward[0], step_backward[1]], parts='dkdv', upper=[5, 5],
+    final=False, after=shift[0])
+shift_1 = cp.ring_shift([step_backward_1[0], step_backward_1[1]], group=RING,
     where='dk and dv, step 0')
-step_dq = cp.attention_step_dq(part[0], part_1[0], k, v, part_2[0], part_3[0],
-    keys=[0, 4], upper=[1, 1], final=False, after=shift_1[0])
-step_dq_1 = cp.attention_step_dq(part[1], part_1[1], k, v, part_2[1], part_3[1],
-    upper=[5, 5], final=False, after=step_dq)
-step_dkdv_2 = cp.attention_step_dkdv(part[0], part_1[0], wait, wait_1, part_2[0],
-    part_3[0], wait_2, wait_3, keys=[0, 4], final=False, after=shift_1[0])
-step_dkdv_3 = cp.attention_step_dkdv(part[1], part_1[1], wait, wait_1, part_2[1],
-    part_3[1], step_dkdv_2[0], step_dkdv_2[1], final=False, after=shift_1[0])
-shift_2 = cp.ring_shift([step_dkdv_3[0], step_dkdv_3[1]], group=RING,
+step_backward_2 = cp.attention_step_backward(part[0], part_1[0], k, v, part_2[0],
+    part_3[0], parts='dq', keys=[0, 4], upper=[1, 1], final=False, after=shift_1[0])
+step_backward_3 = cp.attention_step_backward(part[1], part_1[1], k, v, part_2[1],
+    part_3[1], parts='dq', upper=[5, 5], final=False, after=step_backward_2[0])
+step_backward_4 = cp.attention_step_backward(part[0], part_1[0], wait, wait_1,
+    part_2[0], part_3[0], [wait_2, wait_3], parts='dkdv', keys=[0, 4], final=False,
+    after=shift_1[0])
+step_backward_5 = cp.attention_step_backward(part[1], part_1[1], wait, wait_1,
+    part_2[1], part_3[1], [step_backward_4[0], step_backward_4[1]], parts='dkdv',
+    final=False, after=shift_1[0])
+shift_2 = cp.ring_shift([step_backward_5[0], step_backward_5[1]], group=RING,
     where='dk and dv, step 1')
-step_dq_2 = cp.attention_step_dq(part[0], part_1[0], wait, wait_1, part_2[0], part_3[0],
-    step_dq, keys=[0, 4], final=True, after=shift_2[0])
-step_dq_3 = cp.attention_step_dq(part[1], part_1[1], wait, wait_1, part_2[1], part_3[1],
-    step_dq_1, final=True, after=step_dq_2)""",
+step_backward_6 = cp.attention_step_backward(part[0], part_1[0], wait, wait_1,
+    part_2[0], part_3[0], [step_backward_2[0]], parts='dq', keys=[0, 4], final=True,
+    after=shift_2[0])
+step_backward_7 = cp.attention_step_backward(part[1], part_1[1], wait, wait_1,
+    part_2[1], part_3[1], [step_backward_3[0]], parts='dq', final=True,
+    after=step_backward_6[0])""",
     )
 
 

@@ -46,7 +46,6 @@ def visible_by_limits(tokens):
     for rank in ranks:
         for source in ranks:
             visible = visible_tokens(tokens, rank, source)
-            assert visible.lower is None
             given = visible.rows, visible.keys, visible.upper
             limits.append([x or y for x, y in zip(given, none, strict=True)])
     table = torch.tensor(limits).view(len(ranks), len(ranks), 6, 1, 1)

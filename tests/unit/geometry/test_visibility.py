@@ -1,4 +1,4 @@
-"""A Visible is what its four fields say, in every form in which it is used."""
+"""A Visible is what its three fields say, in every form in which it is used."""
 
 import itertools
 from textwrap import fill
@@ -15,31 +15,19 @@ from cpcompile.geometry.visibility import (
     ALL,
     NOTHING,
     Visible,
-    limits_of_rows,
     upper_of_rows,
     visible_chunk,
 )
-from cpcompile.ops.step.step_arguments import ChunkLimits
 from tests.unit.geometry.painting import painted
+from tests.unit.step.step_cases import mask_of
 
 sizes = st.integers(0, 9)
 limits = st.integers(-11, 11)
 ranges = st.none() | st.tuples(st.integers(0, 11), st.integers(0, 11))
 pairs = st.none() | st.tuples(limits, limits)
 equal_pairs = st.none() | limits.map(lambda x: (x, x))
-visibles = st.builds(Visible, rows=ranges, keys=ranges, upper=pairs, lower=pairs)
-of_blocks = st.builds(Visible, rows=ranges, keys=ranges, upper=equal_pairs | pairs)
+visibles = st.builds(Visible, rows=ranges, keys=ranges, upper=equal_pairs | pairs)
 lengths = st.integers(0, 40)
-
-
-def sees(visible, i, j):
-    """Whether row i sees key j, word for word from the docstring."""
-    return (
-        (visible.rows is None or visible.rows[0] <= i < visible.rows[1])
-        and (visible.keys is None or visible.keys[0] <= j < visible.keys[1])
-        and (visible.upper is None or j < i + visible.upper[i % 2])
-        and (visible.lower is None or j >= i + visible.lower[i % 2])
-    )
 
 
 def mask(rows, keys, rule):
@@ -48,21 +36,8 @@ def mask(rows, keys, rule):
     return torch.tensor(values, dtype=torch.bool).view(rows, keys)
 
 
-def mask_of(visible, rows, keys):
-    return mask(rows, keys, lambda i, j: sees(visible, i, j))
-
-
-CPU = torch.device("cpu")
-
-
-def between(lower, upper, keys):
-    """[rows, keys], True where the limits of rows are around a key."""
-    key = torch.arange(keys)
-    return (lower[:, None] <= key) & (key < upper[:, None])
-
-
 @settings(deadline=None)
-@given(of_blocks, sizes, sizes)
+@given(visibles, sizes, sizes)
 @example(Visible(rows=(2, 5), keys=(1, 7), upper=(1, 1)), 6, 8)
 @example(Visible(rows=(1, 6), keys=(2, 7), upper=(-1, 4)), 6, 8)
 def test_blocks_cover_each_visible_pair_once(visible, rows, keys):
@@ -71,11 +46,6 @@ def test_blocks_cover_each_visible_pair_once(visible, rows, keys):
     for each in (blocks, [part for block in blocks for part in square(block)]):
         assert torch.equal(painted(each, rows, keys), expected.long())
         assert all(b.rows > 0 and b.keys > 0 for b in each)
-
-
-@given(visibles, sizes, sizes)
-def test_blocks_exist_unless_only_a_mask_can_say_it(visible, rows, keys):
-    assert (visible.blocks(rows, keys) is None) == (visible.lower is not None)
 
 
 @pytest.mark.parametrize("upper", [(1, 0), (0, 1)])
@@ -91,43 +61,11 @@ def test_pairs_are_not_counted_one_by_one():
     size = 10**12
     triangle = size * (size + 1) // 2
     assert Visible(upper=(1, 0)).pairs(size, size) == triangle - size // 2
-    band = Visible(upper=(1, 1), lower=(-9, -9))
-    assert band.pairs(size, size) == 10 * size - 45
 
 
-@given(visibles | of_blocks, sizes, sizes)
+@given(visibles, sizes, sizes)
 def test_pairs_are_counted(visible, rows, keys):
     assert visible.pairs(rows, keys) == mask_of(visible, rows, keys).sum()
-
-
-@given(visibles | of_blocks, sizes, sizes)
-def test_limits_of_rows_are_what_is_seen(visible, rows, keys):
-    lower, upper = limits_of_rows(visible, rows, keys, CPU)
-    assert torch.equal(between(lower, upper, keys), mask_of(visible, rows, keys))
-
-
-@given(ranges, ranges, sizes, sizes, st.data())
-def test_vectors_of_limits(rows, keys, row_count, key_count, data):
-    """One entry per row, in the place of upper, or of both upper and lower."""
-    vectors = st.lists(limits, min_size=row_count, max_size=row_count)
-    upper, lower = data.draw(vectors), data.draw(st.none() | vectors)
-    visible = Visible(rows, keys, lower=data.draw(pairs) if lower is None else None)
-    tensors = (
-        None if x is None else torch.tensor(x, dtype=torch.int32)
-        for x in (upper, lower)
-    )
-    mask_of_rows = ChunkLimits(1.0, visible, *tensors).row_mask(
-        row_count, key_count, CPU
-    )
-    ends = mask_of_rows.lower[0], mask_of_rows.upper[0]
-    expected = mask(
-        row_count,
-        key_count,
-        lambda i, j: (
-            sees(visible, i, j) and j < upper[i] and (lower is None or j >= lower[i])
-        ),
-    )
-    assert torch.equal(between(*ends, key_count), expected)
 
 
 @given(visibles, sizes, sizes)
@@ -164,7 +102,7 @@ def test_a_causal_limit_as_a_list():
 
 
 @pytest.mark.parametrize(
-    "numbers", [[1], [2, 1], [2, 1, 1, 0], [2, 1, 1, 2, 1, 1], [4, 1, 1], [-1, 1, 1]]
+    "numbers", [[1], [2, 1], [2, 1, 1, 0], [2, 1, 1, 2, 1, 1], [3, 1, 1], [-1, 1, 1]]
 )
 def test_lists_of_another_form(numbers):
     with pytest.raises(ValueError, match="make the list by Visible"):
@@ -177,8 +115,8 @@ def test_the_text_for_a_wrong_list():
     assert_expected_inline(
         fill(str(caught.value), 80),
         """\
-limits: got [2, 1, 1, 0, 4, 8]; needed the number and the two integers of each
-limit, of rows 0, keys 1, upper 2 and lower 3 in this order: make the list by
+visible: got [2, 1, 1, 0, 4, 8]; needed the number and the two integers of each
+limit, of rows 0, keys 1 and upper 2 in this order: make the list by
 Visible.to_list""",
     )
 
@@ -293,7 +231,7 @@ def test_one_vector_says_what_symbols_say(first, stop, data):
     vector = upper_of_rows(visible, row_count, key_count, torch.device("cpu"))
     assert vector.dtype == torch.int32
     assert (vector.diff() >= 0).all()  # as the templates need it
-    found = between(torch.zeros_like(vector), vector, key_count)
+    found = torch.arange(key_count) < vector[:, None]
     assert torch.equal(found, mask_of(visible, row_count, key_count))
 
 
@@ -303,7 +241,6 @@ def test_one_vector_says_what_symbols_say(first, stop, data):
         Visible(rows=(0, 4)),  # of five
         Visible(keys=(1, 5)),
         Visible(upper=(1, 0)),
-        Visible(lower=(0, 0)),
     ],
 )
 def test_what_one_vector_cannot_say_is_refused(visible):

@@ -8,8 +8,10 @@ import torch
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.configs import ARCHITECTURES, Kernel, configs, padded
 from cpcompile.kernels.constants import (
+    EVERY_KEY,
     LOG2_E,
     NO_MODIFIERS,
+    RowLimits,
     ScoreModifiers,
     dot_precision,
     step_constants,
@@ -28,9 +30,7 @@ def constants(**changed):
         "head_dim": 96,
         "value_dim": 128,
         "heads_per_kv": 4,
-        "visible": ALL,
-        "upper_rows": False,
-        "lower_rows": False,
+        "limits": EVERY_KEY,
         "accumulate": True,
         "scale": 0.5,
         "precision": "ieee",
@@ -100,7 +100,10 @@ def test_a_scale_of_zero_keeps_hidden_scores_hidden():
     ],
 )
 def test_tiles_are_even_if_nothing_cuts_one(keys, limits, even):
-    assert constants(keys=keys, visible=Visible(keys=limits))["EVEN_KEYS"] is even
+    assert (
+        constants(keys=keys, limits=RowLimits(Visible(keys=limits)))["EVEN_KEYS"]
+        is even
+    )
 
 
 def test_a_slice_of_a_symbolic_size_is_not_even():
@@ -108,19 +111,22 @@ def test_a_slice_of_a_symbolic_size_is_not_even():
     size = object()
     given = {"keys": size, "divides": lambda n, block: True}
     assert constants(**given)["EVEN_KEYS"] is True
-    assert constants(**given, visible=Visible(keys=(0, 512)))["EVEN_KEYS"] is False
+    limits = RowLimits(Visible(keys=(0, 512)))
+    assert constants(**given, limits=limits)["EVEN_KEYS"] is False
 
 
 @pytest.mark.parametrize("vector", [False, True])
 def test_constants_of_limits(vector):
+    rows = torch.ones(1) if vector else None
     visible = ALL if vector else Visible(upper=(3, -4))
-    got = constants(visible=visible, upper_rows=vector)
+    got = constants(limits=RowLimits(visible, rows))
     assert got["HAS_UPPER"] and got["UPPER_VECTOR"] is vector and not got["HAS_LOWER"]
     assert (got["UPPER_EVEN"], got["UPPER_ODD"]) == ((0, 0) if vector else (3, -4))
 
 
 def test_values_can_be_pasted_into_a_source():
-    for value in constants(visible=Visible((0, 8), (0, 8), (1, 1), (0, 0))).values():
+    limits = RowLimits(Visible((0, 8), (0, 8), (1, 1)))
+    for value in constants(limits=limits).values():
         assert type(value) in (int, float, bool, str)
 
 
@@ -133,8 +139,8 @@ def test_a_softcap_is_the_scale_of_its_tanh():
 
 
 def test_second_outputs_are_the_last_tensor():
-    given = {"accumulate": True, "upper_rows": True, "lower_rows": True}
-    given["changes"] = NO_MODIFIERS
+    limits = RowLimits(upper=torch.ones(1), lower=torch.ones(1))
+    given = {"accumulate": True, "limits": limits, "changes": NO_MODIFIERS}
     assert tensor_names(Kernel.FORWARD, **given)[-3:] == ("UPPER", "LOWER", "LSE_OUT")
     assert tensor_names(Kernel.DKDV, **given)[-3:] == ("UPPER", "LOWER", "DV_OUT")
     assert tensor_names(Kernel.DQ, **given)[-3:] == ("DQ_IN", "UPPER", "LOWER")

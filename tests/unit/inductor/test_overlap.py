@@ -43,13 +43,10 @@ TEMPLATE = """
 """
 STEPS = {
     "operator": OPERATOR,
-    "operator of dk, dv": OPERATOR.replace("step.", "step_dkdv."),
-    "operator of dq": OPERATOR.replace("step.", "step_dq."),
     "operator of a backward": OPERATOR.replace("step.", "step_backward."),
     "template": TEMPLATE,
-    "template of dk, dv": TEMPLATE.replace("step_3", "step_dkdv_3"),
-    "template of dq": TEMPLATE.replace("step_3", "step_dq_11"),
-    "template without a number": TEMPLATE.replace("step_3", "step_dq"),
+    "template of a backward": TEMPLATE.replace("step_3", "step_backward_11"),
+    "template without a number": TEMPLATE.replace("step_3", "step_backward"),
     "template with its name": TEMPLATE.replace("fused", "fused_add_cp"),
 }
 OTHERS = {

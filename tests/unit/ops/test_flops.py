@@ -6,9 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.visibility import NOTHING, Visible
-from cpcompile.ops.step.step_arguments import ChunkLimits
+from cpcompile.ops.step.step_arguments import StepChunk
 from tests.support.attention_calls import rest_of_local
-from tests.unit.step.step_cases import BATCH, HEADS, LINES, MASKS, SCALE
+from tests.unit.step.step_cases import BATCH, HEADS, MASKS, SCALE, mask_of
 
 R, K, D, E, G = 11, 9, 8, 6, 2
 STRATEGIES = ["ring", "all_gather"]
@@ -34,31 +34,29 @@ def operands(rows, keys):
 
 
 @pytest.mark.parametrize("kernel", ["aten_flash", "aten_math"])
-@pytest.mark.parametrize("mask", LINES)
+@pytest.mark.parametrize("mask", MASKS)
 def test_steps(mask, kernel):
-    limits = MASKS[mask](R, K)
-    pairs = int(limits.mask(R, K).sum())
+    visible = MASKS[mask](R, K)
+    pairs = int(mask_of(visible, R, K).sum())
     grad, q, k, v = operands(R, K)
-    told = limits.arguments(R, K)
-    rest = (*told, True, kernel)
+    rest = (*StepChunk.plain(SCALE, visible).arguments(), True, kernel)
     forward = counted(ops.attention_step, q, k, v, None, None, *rest)
     assert forward == pairs * per_pair(1, 1)
     out, lse = torch.zeros(BATCH, HEADS, R, E), torch.zeros(BATCH, HEADS, R)
-    given = (grad, q, k, v, lse, lse)
-    dkdv = counted(ops.attention_step_dkdv, *given, None, None, *rest)
-    assert dkdv == pairs * per_pair(2, 2)  # q k', grad v'; dv, dk
-    dq = counted(ops.attention_step_dq, *given, None, *rest)
-    assert dq == pairs * per_pair(2, 1)  # q k', grad v'; dq
-    saved, rest = (*given[:4], out, lse, None), (*told, False, True, kernel)
-    joint = counted(ops.attention_step_backward, *saved, *rest)
-    assert joint == pairs * per_pair(3, 2)  # q k', grad v'; dv, dk, dq
+    for parts, rows, dims in (
+        ("dkdv", lse, (2, 2)),  # q k', grad v'; dv, dk
+        ("dq", lse, (2, 1)),  # q k', grad v'; dq
+        ("all", out, (3, 2)),  # q k', grad v'; dv, dk, dq
+    ):
+        operator, saved = ops.attention_step_backward, (grad, q, k, v, lse, rows, [])
+        assert counted(operator, *saved, parts, *rest) == pairs * per_pair(*dims)
 
 
 def test_vectors_count_as_no_limit():
-    _, q, k, v = operands(R, K)
-    upper = torch.ones(R, dtype=torch.int32)
-    told = ChunkLimits(SCALE, Visible(keys=(0, 4)), upper).arguments()
-    rest = (None, None, *told, True, "aten_math")
+    q, k, v = (x.to("meta") for x in operands(R, K)[1:])
+    upper = torch.ones(R, dtype=torch.int32, device="meta")
+    told = StepChunk.plain(SCALE, Visible(keys=(0, 4)), upper).arguments()
+    rest = (None, None, *told, True, "triton")
     assert counted(ops.attention_step, q, k, v, *rest) == R * 4 * per_pair(1, 1)
 
 
@@ -89,5 +87,5 @@ def test_an_exchange_is_no_computation(end):
 
 def test_no_tokens_cost_nothing():
     _, q, k, v = operands(0, 0)
-    rest = (None, None, *ChunkLimits(SCALE, NOTHING).arguments(), True, "aten_math")
+    rest = (None, None, *StepChunk.plain(SCALE, NOTHING).arguments(), True, "aten_math")
     assert counted(ops.attention_step, q, k, v, *rest) == 0

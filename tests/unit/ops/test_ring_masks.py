@@ -76,5 +76,5 @@ def test_the_distances(needed, offsets):
 )
 def test_a_place_is_told_as_integers(length, ranks, size, pieces, layout):
     queries, keys = Runs(length, ranks, size, pieces), Runs.contiguous(length, ranks)
-    place = RingPlace(queries, keys, layout, ranks - 1)
+    place = RingPlace(queries, keys, layout, ranks - 1, 0)
     assert RingPlace.of_list(place.to_list()) == place

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 
 import cpcompile.ops  # noqa: F401  (it registers torch.ops.cp)
 from cpcompile.geometry.visibility import Visible
-from cpcompile.ops.step.step_arguments import ChunkLimits
+from cpcompile.ops.step.step_arguments import StepChunk
 from cpcompile.passes.graph.readable import readable
 
 aten, cp = torch.ops.aten, torch.ops.cp
@@ -52,7 +52,7 @@ cp.relayout(x, dim=1, length=13, source='zigzag', target='fold', group='7')""",
 
 
 def test_what_has_no_default_is_left_out_if_it_is_nothing():
-    told = ChunkLimits(0.5, Visible(keys=(0, 4))).arguments()
+    told = StepChunk.plain(0.5, Visible(keys=(0, 4))).arguments()
     step = (*"xxx", None, None, *told, True, "aten_math", "x")
     text = text_of(cp.attention_step.default, step)
     start = "cp.attention_step(x, x, x, keys=[0, 4], spec='scale=0.5', final="

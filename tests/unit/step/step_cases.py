@@ -11,95 +11,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
-from cpcompile.ops.step.step_arguments import ChunkLimits, StepArguments
+from cpcompile.ops.step.step_arguments import StepArguments, StepChunk
 from tests.cpu.attention_cases import Attended, tolerance
 from tests.support import bounds
+from tests.support.pairwise import selected_cases
 
 BATCH, HEADS, EARLIER_KEYS = 2, 4, 5
 SCALE = 0.3
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a step is told about the keys that its rows see."""
+def mask_of(x: Visible, rows: int, keys: int) -> Tensor:
+    """[rows, keys], True where a row sees a key, word for word from the docstring."""
 
-    visible: Visible = ALL
-    upper_rows: Sequence[int] | None = None
-    lower_rows: Sequence[int] | None = None
-
-    def sees(self, i: int, j: int) -> bool:
-        """Whether row i sees key j."""
-        x = self.visible
-        upper = None if x.upper is None else i + x.upper[i % 2]
-        lower = None if x.lower is None else i + x.lower[i % 2]
-        upper = upper if self.upper_rows is None else self.upper_rows[i]
-        lower = lower if self.lower_rows is None else self.lower_rows[i]
+    def sees(i: int, j: int) -> bool:
         return (
             (x.rows is None or x.rows[0] <= i < x.rows[1])
             and (x.keys is None or x.keys[0] <= j < x.keys[1])
-            and (upper is None or j < upper)
-            and (lower is None or j >= lower)
+            and (x.upper is None or j < i + x.upper[i % 2])
         )
 
-    def mask(self, rows: int, keys: int) -> Tensor:
-        """[rows, keys], True where a row sees a key."""
-        values = [[self.sees(i, j) for j in range(keys)] for i in range(rows)]
-        return torch.tensor(values, dtype=torch.bool).view(rows, keys)
-
-    def arguments(self, rows: int, keys: int) -> StepArguments:
-        """As the operators take them; a lower vector needs an upper one."""
-        upper, lower = self.upper_rows, self.lower_rows
-        if lower is not None and upper is None:
-            assert self.visible.upper is None
-            upper = [keys] * rows
-        vectors = (
-            None if x is None else torch.tensor(x, dtype=torch.int32)
-            for x in (upper, lower)
-        )
-        return ChunkLimits(SCALE, self.visible, *vectors).arguments()
+    values = [[sees(i, j) for j in range(keys)] for i in range(rows)]
+    return torch.tensor(values, dtype=torch.bool).view(rows, keys)
 
 
-def _stairs(start: int, step: int) -> Callable[[int, int], list[int]]:
-    """Limits that are no line: rows in groups of three, within the keys."""
-    return lambda rows, keys: [
-        min(max(start + step * (i // 3), 0), keys) for i in range(rows)
-    ]
-
-
-MASKS: dict[str, Callable[[int, int], Limits]] = {
-    "all": lambda R, K: Limits(),
-    "none": lambda R, K: Limits(NOTHING),
-    "causal": lambda R, K: Limits(Visible(upper=(1, 1))),
-    "later rows": lambda R, K: Limits(Visible(upper=(4, 4))),
-    "earlier rows": lambda R, K: Limits(Visible(upper=(-3, -3))),
-    "parity": lambda R, K: Limits(Visible(upper=(1, 0))),
-    "parity, far": lambda R, K: Limits(Visible(upper=(-2, 5))),
-    "rows": lambda R, K: Limits(Visible(rows=(R // 3, R))),
-    "keys": lambda R, K: Limits(Visible(keys=(0, K - K // 3))),
-    "causal slice": lambda R, K: Limits(
-        Visible(rows=(1, R - 1), keys=(K // 4, K), upper=(3, 3))
-    ),
-    "window": lambda R, K: Limits(Visible(upper=(2, 2), lower=(-3, -3))),
-    "window, parity": lambda R, K: Limits(Visible(upper=(2, 1), lower=(-3, -1))),
-    "lower": lambda R, K: Limits(Visible(lower=(1, 1))),
-    "upper vector": lambda R, K: Limits(upper_rows=_stairs(-1, 2)(R, K)),
-    "lower vector": lambda R, K: Limits(lower_rows=_stairs(-2, 3)(R, K)),
-    "vectors, slice": lambda R, K: Limits(
-        Visible(rows=(0, R - 1), keys=(1, K)),
-        _stairs(2, 4)(R, K),
-        _stairs(-1, 1)(R, K),
-    ),
-    "vector and line": lambda R, K: Limits(
-        Visible(lower=(-4, -4)), upper_rows=_stairs(1, 2)(R, K)
-    ),
+MASKS: dict[str, Callable[[int, int], Visible]] = {
+    "all": lambda R, K: ALL,
+    "none": lambda R, K: NOTHING,
+    "causal": lambda R, K: Visible(upper=(1, 1)),
+    "later rows": lambda R, K: Visible(upper=(4, 4)),
+    "earlier rows": lambda R, K: Visible(upper=(-3, -3)),
+    "parity": lambda R, K: Visible(upper=(1, 0)),
+    "parity, other": lambda R, K: Visible(upper=(0, 1)),
+    "parity, far": lambda R, K: Visible(upper=(-2, 5)),
+    "rows": lambda R, K: Visible(rows=(R // 3, R)),
+    "keys": lambda R, K: Visible(keys=(0, K - K // 3)),
+    "causal slice": lambda R, K: Visible((1, R - 1), (K // 4, K), (3, 3)),
 }
-LINES = [name for name in MASKS if "vector" not in name]
 
 
 @dataclass(frozen=True)
@@ -121,14 +75,9 @@ class StepCase:
         return "-".join(values).replace("torch.", "")
 
     @property
-    def limits(self) -> Limits:
-        """What the rows see of the chunk."""
-        return MASKS[self.mask](*self.sizes)
-
-    @property
     def arguments(self) -> StepArguments:
         """What the operators are told of the chunk."""
-        return self.limits.arguments(*self.sizes)
+        return StepChunk.plain(SCALE, MASKS[self.mask](*self.sizes)).arguments()
 
     @property
     def accumulation(self) -> torch.dtype:
@@ -147,6 +96,16 @@ AXES = {
     "dims": ((8, 8), (7, 12), (16, 5)),
     "sizes": ((11, 9), (9, 11), (70, 40), (1, 6), (6, 1)),
 }
+# Both directions of a round of fold, on even and odd numbers of rows and keys.
+FOLD_AXES = AXES | {
+    "mask": ("parity", "parity, other"),
+    "sizes": ((8, 8), (9, 9), (8, 9), (9, 8), (70, 71), (2, 2), (2, 1), (1, 2), (1, 1)),
+}
+
+
+def step_cases(*axes: dict[str, Sequence[Any]]) -> list[StepCase]:
+    """Pairwise cases of each of these axes."""
+    return [StepCase(**values) for x in axes for values in selected_cases(x)]
 
 
 @dataclass(frozen=True)
@@ -171,7 +130,7 @@ class Inputs:
             mask_0[: rows // 2 + 1] = False
         elif case.earlier == "no row":
             mask_0 = mask_0[:, :0]
-        mask = case.limits.mask(*case.sizes)
+        mask = mask_of(MASKS[case.mask](*case.sizes), *case.sizes)
         return cls.random(case.dtype, case.kv_heads, case.dims, mask, mask_0)
 
     @classmethod

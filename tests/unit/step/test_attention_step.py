@@ -2,19 +2,17 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.visibility import ALL, NOTHING, Visible, visible_chunk
-from cpcompile.ops.step.step_arguments import ChunkLimits
+from cpcompile.geometry.visibility import ALL, NOTHING, Visible
+from cpcompile.ops.step.step_arguments import StepChunk
 from tests.cpu.attention_cases import lse_tolerance
 from tests.support.bounds import check as check_bounds
 from tests.support.bounds import deviation
-from tests.support.pairwise import in_pairs, selected_cases
-from tests.unit.step.fold_cases import fold_cases
+from tests.support.pairwise import in_pairs
 from tests.unit.step.step_cases import (
     AXES,
+    FOLD_AXES,
     HEADS,
     MASKS,
     SCALE,
@@ -23,6 +21,7 @@ from tests.unit.step.step_cases import (
     assert_close,
     attend,
     plain,
+    step_cases,
 )
 
 EMPTY = float("-inf")
@@ -62,9 +61,7 @@ def check(case):
     assert lse.is_contiguous()
 
 
-@pytest.mark.parametrize(
-    "case", [StepCase(**values) for values in selected_cases(AXES)], ids=str
-)
+@pytest.mark.parametrize("case", step_cases(AXES, FOLD_AXES), ids=str)
 def test_forward(case):
     check(case)
 
@@ -72,11 +69,6 @@ def test_forward(case):
 @in_pairs({"mask": tuple(MASKS), "earlier": AXES["earlier"], "kernel": KERNELS})
 def test_every_mask(mask, earlier, kernel):
     check(StepCase(kernel=kernel, mask=mask, earlier=earlier, kv_heads=2))
-
-
-@pytest.mark.parametrize("case", fold_cases(), ids=str)
-def test_fold(case):
-    check(case)
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "parity", "rows"])
@@ -102,7 +94,7 @@ def operands(rows, keys, dtype=torch.float32):
 @pytest.mark.parametrize("visible", VISIBLES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_chunk_of_no_tokens_passes_the_accumulators_on(kernel, visible, dtype):
-    arguments = ChunkLimits(SCALE, visible).arguments()
+    arguments = StepChunk.plain(SCALE, visible).arguments()
     q, k, v = operands(7, 0, dtype)
     out, lse = torch.randn(2, HEADS, 7, 6), torch.randn(2, HEADS, 7)
     lse[:, :, 2] = EMPTY
@@ -120,80 +112,21 @@ def test_a_chunk_of_no_tokens_passes_the_accumulators_on(kernel, visible, dtype)
 def test_no_rows(kernel, visible):
     """A rank of an uneven sequence may hold no query."""
     q, k, v = operands(0, 5)
-    arguments = ChunkLimits(SCALE, visible).arguments()
+    arguments = StepChunk.plain(SCALE, visible).arguments()
     out, lse = attention_step(q, k, v, None, None, *arguments, True, kernel)
     assert out.shape == (2, HEADS, 0, 6)
     assert lse.shape == (2, HEADS, 0)
 
 
-def chain(inputs, counts, visible_of, kernel):
-    """A step for each of the chunks of so many keys."""
-    state, start = (None, None), 0
-    for number, count in enumerate(counts):
-        k, v = (x.narrow(2, start, count) for x in (inputs.k, inputs.v))
-        arguments = ChunkLimits(SCALE, visible_of(start, count)).arguments()
-        final = number + 1 == len(counts)
-        state = attention_step(inputs.q, k, v, *state, *arguments, final, kernel)
-        start += count
-    return state
-
-
-def check_chain(inputs, counts, visible_of, kernel):
-    out, lse = chain(inputs, counts, visible_of, kernel)
-    exact, exact_lse = attend(inputs.q, *inputs.whole())
-    assert_close("out", out, exact, exact, plain(inputs).out)
-    assert torch.equal(lse == EMPTY, exact_lse == EMPTY)
-    return out
-
-
-chunks = st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any)
-kernels = st.sampled_from(KERNELS)
-dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
-ROWS = 7
-
-
-@settings(deadline=None)
-@given(chunks, st.integers(-4, 20), st.booleans(), kernels, dtypes)
-def test_a_chain_of_steps_is_one_attention(counts, q_start, causal, kernel, dtype):
-    """The keys are at 0, 1, ..., the queries at q_start, q_start + 1, ..."""
-    rows, keys = torch.arange(ROWS).unsqueeze(1), torch.arange(sum(counts))
-    mask = keys <= q_start + rows if causal else torch.ones(ROWS, len(keys)).bool()
-    inputs = Inputs.random(dtype, 2, (8, 6), mask, mask[:, :0])
-
-    def visible_of(start, count):
-        return visible_chunk(q_start, ROWS, start, count, count, causal)
-
-    out = check_chain(inputs, counts, visible_of, kernel)
-    assert out.dtype == dtype
-
-
-@settings(deadline=None)
-@given(chunks, st.integers(0, 20), st.integers(1, 9), kernels)
-def test_a_window_that_crosses_chunks(counts, q_start, width, kernel):
-    """Each row sees the key at its own position and width - 1 before it."""
-    rows, keys = torch.arange(ROWS).unsqueeze(1), torch.arange(sum(counts))
-    distance = q_start + rows - keys
-    mask = (distance >= 0) & (distance < width)
-    inputs = Inputs.random(torch.float64, 4, (8, 6), mask, mask[:, :0])
-
-    def visible_of(start, count):
-        upper = q_start - start + 1
-        return Visible(upper=(upper,) * 2, lower=(upper - width,) * 2)
-
-    check_chain(inputs, counts, visible_of, kernel)
-
-
 OPCHECK_AXES = AXES | {
-    "mask": ("all", "none", "causal", "parity", "vectors, slice"),
+    "mask": ("all", "none", "causal", "parity"),
     "kv_heads": (2,),
     "dims": ((8, 6),),
     "sizes": ((11, 9),),
 }
 
 
-@pytest.mark.parametrize(
-    "case", [StepCase(**values) for values in selected_cases(OPCHECK_AXES)], ids=str
-)
+@pytest.mark.parametrize("case", step_cases(OPCHECK_AXES), ids=str)
 def test_opcheck(case):
     inputs = Inputs.of(case)
     operands = (inputs.q, inputs.k, inputs.v, *earlier_state(case, inputs))
@@ -217,18 +150,18 @@ def test_keywords_are_arguments_too():
     assert out.dtype == case.dtype
 
 
-@pytest.mark.parametrize("limits", [[1], [2, 1, 1, 0, 4, 8], [4, 1, 1], [1, 0, 4, 1]])
-def test_limits_that_are_none(limits):
+@pytest.mark.parametrize(
+    ("told", "kernel", "message"),
+    [
+        ({"visible": [1]}, "aten_math", "make the list by Visible"),
+        ({"visible": [2, 1, 1, 0, 4, 8]}, "aten_math", "make the list by Visible"),
+        ({"upper": torch.ones(11)}, "aten_math", "needed integers, in visible, or"),
+        ({}, "flash", "'flash' is not a valid StepKernel"),
+    ],
+)
+def test_what_an_operator_is_not_told(told, kernel, message):
     inputs = Inputs.of(StepCase())
-    arguments = ChunkLimits(SCALE).arguments()._replace(limits=limits)
+    arguments = StepChunk.plain(SCALE).arguments()._replace(**told)
     operands = (inputs.q, inputs.k, inputs.v, None, None)
-    with pytest.raises(ValueError, match="make the list by Visible"):
-        attention_step(*operands, *arguments, True, "aten_math")
-
-
-def test_a_kernel_that_does_not_exist():
-    inputs = Inputs.of(StepCase())
-    operands = (inputs.q, inputs.k, inputs.v, None, None)
-    arguments = ChunkLimits(SCALE).arguments()
-    with pytest.raises(ValueError, match="'flash' is not a valid StepKernel"):
-        attention_step(*operands, *arguments, True, "flash")
+    with pytest.raises(ValueError, match=message):
+        attention_step(*operands, *arguments, True, kernel)
