@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from cpcompile.cost import mixer_prices
 from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.cost.mixer_plan import MixerPlan, MixerStrategy
+from cpcompile.cost.mixer_prices import WORK_OF_A_STEP, MixerPrices, Summary
 from cpcompile.cost.mixer_shapes import MixerKind, MixerShape, TokenValue
 from cpcompile.cost.plans import Direction
 from cpcompile.geometry.layout import leaves_ranks_empty
 
 _HEADS, _BATCH, _CHANNELS = "heads", "batch", "value channels"
-_STEP = mixer_prices.WORK_OF_A_STEP
-_RUNS = {Direction.FORWARD: 1, Direction.BACKWARD: _STEP - 1, Direction.BOTH: _STEP}
+_RUNS = {Direction.FORWARD: 1, Direction.BACKWARD: WORK_OF_A_STEP - 1}
 
 
 def plan_mixers(
@@ -33,27 +32,21 @@ def plan_mixers(
     `seconds` of the plan are those of a call on the slowest rank, beyond an even share
     of the work of one device.
     """
-    runs = _RUNS[direction]
-    passes = mixer_prices.passes_of(direction is Direction.BOTH)
-    work = runs * shape.forward_seconds(profile)
-    sizes = map(shape.nbytes, shape.operands)
-    gathered = mixer_prices.gathered_seconds(profile, ranks, sizes, passes)
-    prices = {
-        MixerStrategy.GATHER: mixer_prices.repeated_seconds(work, ranks) + gathered
-    }
+    is_both = direction is Direction.BOTH
+    prices = MixerPrices.of_training(profile, ranks, is_both)
+    if not is_both:
+        prices = replace(prices, runs=_RUNS[direction])
+    summary, exchanges = None, dict[str, float]()
     if shape.state is not None and not leaves_ranks_empty(shape.tokens, ranks):
-        prices[MixerStrategy.STATES] = mixer_prices.states_seconds(
-            profile, ranks, mixer_prices.summary_of(*shape.state), work, passes
-        )
-    exchanges = {
-        dim: _exchange_seconds(shape, profile, ranks, dim, runs, passes)
-        for dim in _exchanged_dims(shape, ranks)
-    }
-    if exchanges:
-        prices[MixerStrategy.EXCHANGE] = min(exchanges.values())
+        summary = Summary.of_state(*shape.state)
+    for dim in _exchanged_dims(shape, ranks):
+        exchanges[dim] = _exchange_seconds(shape, prices, dim)
+    work = prices.runs * shape.forward_seconds(profile)
+    operands = map(shape.nbytes, shape.operands)
+    ways = prices.ways(work, operands, summary, exchanges.values())
     if ranks == 1:
-        prices = {MixerStrategy.GATHER: 0.0}
-    seconds = sorted(prices.items(), key=lambda x: (x[1], x[0].value))
+        ways = {MixerStrategy.GATHER: 0.0}
+    seconds = sorted(ways.items(), key=lambda x: (x[1], x[0].value))
     strategy, _ = seconds[0]
     is_exchange = strategy is MixerStrategy.EXCHANGE
     return MixerPlan(
@@ -83,34 +76,27 @@ def _exchanged_dims(shape: MixerShape, ranks: int) -> list[str]:
     return dims + [_CHANNELS] * (not leaves_ranks_empty(shape.value_dim, ranks))
 
 
-def _exchange_seconds(
-    shape: MixerShape,
-    profile: HardwareProfile,
-    ranks: int,
-    dim: str,
-    runs: int,
-    passes: int,
-) -> float:
+def _exchange_seconds(shape: MixerShape, prices: MixerPrices, dim: str) -> float:
     """Return the seconds of an exchange along a dimension, beyond an even share."""
     entries = {_HEADS: shape.entries, _BATCH: shape.batch, _CHANNELS: shape.value_dim}
-    most = -(-entries[dim] // ranks)
+    most = -(-entries[dim] // prices.ranks)
 
     def is_read_by_all(value: TokenValue) -> bool:
         if dim == _CHANNELS:
             return not value.has_channels
         return dim == _HEADS and value.heads == 1 < shape.entries
 
-    work = runs * shape.forward_seconds(profile)
+    work = prices.runs * shape.forward_seconds(prices.profile)
     largest = work * most / entries[dim]
     if any(map(is_read_by_all, shape.operands)):
         part = replace(shape, value_dim=most)
         if dim == _HEADS:
             part = replace(shape, value_heads=most, value_dim=shape.entry_dim)
-        largest = runs * part.forward_seconds(profile)
+        largest = prices.runs * part.forward_seconds(prices.profile)
     sent = [
-        mixer_prices.gathered_seconds(profile, ranks, [shape.nbytes(value)], passes)
+        prices.gathered([shape.nbytes(value)])
         if is_read_by_all(value)
-        else mixer_prices.exchanged_seconds(profile, ranks, shape.nbytes(value), passes)
+        else prices.exchanged(shape.nbytes(value))
         for value in (*shape.operands, shape.result)
     ]
-    return math.fsum([largest - work / ranks, *sent])
+    return math.fsum([largest - work / prices.ranks, *sent])

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpcompile.ops.mixers.mixer import RESULT, Mixer, result_names
+from cpcompile.ops.mixers.mixer import (
+    RESULT,
+    Mixer,
+    arguments_by_name,
+    result_names,
+)
 from cpcompile.ops.mixers.registry import mixer_of
 
 _EPSILONS = 1e4
@@ -69,7 +74,8 @@ class _Trial:
         kwargs: dict[str, Any],
     ) -> None:
         self.function, self.mixer = function, mixer
-        self.names = mixer.bind(function, args, kwargs)
+        arguments = arguments_by_name(function, args, kwargs)
+        self.names = {mixer.name(own): x for own, x in arguments.items()}
         self.args, self.kwargs = args, kwargs
         self.whole = self._results({})
 

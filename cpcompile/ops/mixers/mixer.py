@@ -103,25 +103,32 @@ class Mixer:
         maps = [self.tokens, *self.independent.values()]
         return {name for names in maps for name in names}
 
-    def bind(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the arguments of a call by their names here; more of them by theirs.
+    def name(self, own: str) -> str:
+        """Return the name that is used here for an argument of the function."""
+        return self.aliases.get(own, own)
 
-        Raises: TypeError if the function takes no such arguments.
-        """
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        arguments: dict[str, Any] = {}
-        for name, parameter in bound.signature.parameters.items():
-            if name not in bound.arguments:
-                continue
-            if parameter.kind is parameter.VAR_KEYWORD:
-                arguments |= bound.arguments[name]
-            elif parameter.kind is parameter.VAR_POSITIONAL:
-                raise TypeError(f"{name} has no names")
-            else:
-                arguments[self.aliases.get(name, name)] = bound.arguments[name]
-        return arguments
+
+def arguments_by_name(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by their names.
+
+    Raises: TypeError if the function takes no such arguments, or not by name.
+    """
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    arguments: dict[str, Any] = {}
+    for name, x in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= x
+        elif kind in (
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.POSITIONAL_ONLY,
+        ):
+            raise TypeError(f"{name} has no names")
+        else:
+            arguments[name] = x
+    return arguments
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -141,7 +148,7 @@ def check_claims(function: Callable[..., Any], mixer: Mixer) -> None:
     parameters = inspect.signature(function).parameters
     if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
         return
-    known = {mixer.aliases.get(name, name) for name in parameters}
+    known = set(map(mixer.name, parameters))
     state = mixer.state
     of_state = () if state is None else (state.initial, state.final, *state.values)
     unknown = sorted(

@@ -1,8 +1,9 @@
 """A call of a mixer, as text: what is called, with which constants, on which tensors.
 
-    cp::mixer([q, k, v], '{"function": "fla.ops:chunk_kda", "args": [..], ..}')
+    cp::mixer([q, k, v], '{"function": "fla.ops:chunk_kda", "tensors": {..}, ..}')
 
 The text is a part of every cache key, and enough to make the call in another process.
+Every argument has its name in it, however the program gives it.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cpcompile.ops.mixers.mixer import RESULT, Mixer, result_names
+from cpcompile.ops.mixers.mixer import RESULT, Mixer, arguments_by_name, result_names
 from cpcompile.ops.mixers.registry import function_key, mixer_of, registered
 from cpcompile.torch_private import pytree
 
 _CONSTANTS = (bool, int, float, str, type(None))
-_TENSOR, _TUPLE = "tensor", "tuple"
+_TUPLE = "tuple"
 _FEW = 2
 TEXT_OF_CALL = '{"function": '
 """How the text of every call begins."""
@@ -38,15 +39,15 @@ class UnknownForm(Exception):
 class MixerCall:
     """A call without its tensors.
 
-    function: its name, to be imported. names: those of the tensors, by `Mixer`.
-    args, kwargs: constants, and places of tensors. results: whether each of several
-    results is a tensor; None if there is one. autocast: dtypes by type of device.
+    function: its name, to be imported. tensors: the arguments that are tensors, in the
+    order of the operands. constants: the other arguments, by name. results: whether
+    each of several results is a tensor; None if there is one. autocast: dtypes by type
+    of device.
     """
 
     function: str
-    names: tuple[str, ...]
-    args: Any
-    kwargs: Any
+    tensors: tuple[str, ...]
+    constants: dict[str, Any]
     results: tuple[bool, ...] | None = None
     autocast: tuple[tuple[str, str], ...] = ()
 
@@ -63,48 +64,35 @@ class MixerCall:
         """
         mixer = mixer_of(function)
         assert mixer is not None, f"{function} is no mixer"
-        tensors: list[Tensor] = []
-        plain_args, plain_kwargs = _encode([list(args), kwargs], tensors)
-        places = [_Place(i) for i in range(len(tensors))]
         try:
-            arguments = mixer.bind(
-                function, *_decode([plain_args, plain_kwargs], places)
-            )
+            arguments = arguments_by_name(function, args, kwargs)
         except TypeError as error:
             raise UnknownForm(str(error)) from error
-        names = {x: name for name, x in arguments.items() if isinstance(x, _Place)}
-        if len(names) != len(tensors):
-            raise UnknownForm("a list of tensors")
-        ndims = {name: tensors[x.number].ndim for x, name in names.items()}
-        problem = mixer.problem(arguments, ndims)
+        tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
+        constants = {n: x for n, x in arguments.items() if n not in tensors}
+        ndims = {mixer.name(n): x.ndim for n, x in tensors.items()}
+        known = {mixer.name(n): x for n, x in arguments.items()}
+        key = function_key(function)
+        call = cls(key, tuple(tensors), constants, autocast=_autocast())
+        str(call)  # raises UnknownForm for what is no constant
+        problem = mixer.problem(known, ndims)
         if problem:
             raise UnknownForm(problem)
-        call = cls(
-            function_key(function),
-            tuple(names[x] for x in places),
-            plain_args,
-            plain_kwargs,
-            autocast=_autocast(),
-        )
-        results = call.empty_results(tensors)
+        operands = [*tensors.values()]
+        results = call.empty_results(operands)
         if isinstance(results, Tensor):
-            return call, tensors
+            return call, operands
         if not isinstance(results, tuple | list) or not all(
             x is None or isinstance(x, Tensor) for x in results
         ):
             raise UnknownForm(f"a result of type {type(results).__name__}")
-        return replace(call, results=tuple(x is not None for x in results)), tensors
+        return replace(call, results=tuple(x is not None for x in results)), operands
 
     @classmethod
     @functools.cache
     def of_text(cls, text: str) -> MixerCall:
         """Return what `str` has written."""
-        fields = json.loads(text)
-        results = fields["results"]
-        fields["results"] = None if results is None else tuple(results)
-        fields["names"] = tuple(fields["names"])
-        fields["autocast"] = tuple(map(tuple, fields["autocast"]))
-        return cls(**fields)
+        return cls(**json.loads(text, object_hook=_decoded))
 
     def __str__(self) -> str:
         """Return the text that operators take."""
@@ -112,7 +100,8 @@ class MixerCall:
 
     @functools.cached_property
     def _text(self) -> str:
-        return json.dumps(asdict(self))
+        by_name = {x.name: getattr(self, x.name) for x in fields(self)}
+        return json.dumps(_encoded(by_name))
 
     @property
     def mixer(self) -> Mixer:
@@ -120,6 +109,11 @@ class MixerCall:
         mixer = mixer_of(_function(self.function))
         assert mixer is not None, self.function
         return mixer
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors, by `Mixer`."""
+        return tuple(map(self.mixer.name, self.tensors))
 
     @property
     def result_names(self) -> list[str]:
@@ -134,38 +128,27 @@ class MixerCall:
     @property
     def readable(self) -> str:
         """The call as it is written in a program, with the tensors by their names."""
-        args, kwargs = _decode([self.args, self.kwargs], self.names)
-        tensors = set(self.names)
-        texts = [x if x in tensors else repr(x) for x in args]
-        texts += [
-            f"{k}={x if isinstance(x, str) and x in tensors else repr(x)}"
-            for k, x in kwargs.items()
-        ]
+        constants = (f"{name}={x!r}" for name, x in self.constants.items())
         around = "".join(f" autocast({x}, {dtype})" for x, dtype in self.autocast)
-        return f"{self.function}({', '.join(texts)}){around}"
+        return f"{self.function}({', '.join([*self.tensors, *constants])}){around}"
 
     @property
     def short_name(self) -> str:
         """Name of the function, for people."""
         return self.function.rpartition(":")[2].rpartition(".")[2]
 
-    def is_positional(self, name: str) -> bool:
-        """Tell whether an argument is given without its name."""
-        parameters = [*inspect.signature(_function(self.function)).parameters]
-        return self._name(name) in parameters[: len(self.args)]
-
     def with_argument(self, name: str) -> MixerCall:
         """Return the call with one more tensor, by its name in `Mixer`."""
-        kwargs = self._without(name)
-        kwargs[self._name(name)] = {_TENSOR: len(self.names)}
-        return replace(self, names=(*self.names, name), kwargs=kwargs)
+        own = self._name(name)
+        constants = {k: x for k, x in self.constants.items() if k != own}
+        return replace(self, tensors=(*self.tensors, own), constants=constants)
 
     def with_final_state(self) -> MixerCall:
         """Return the call that returns the last state, too."""
         state = self.mixer.state
         assert state is not None, f"{self.function} has no state"
-        kwargs = self._without(state.final) | {self._name(state.final): True}
-        return replace(self, kwargs=kwargs, results=(True, True))
+        constants = self.constants | {self._name(state.final): True}
+        return replace(self, constants=constants, results=(True, True))
 
     def empty_state(self, arguments: Mapping[str, Tensor]) -> Tensor:
         """Return the last state without data, of a call that returns it."""
@@ -175,15 +158,10 @@ class MixerCall:
         empty: Tensor = results[self.result_names.index(state.result)]
         return empty
 
-    def _without(self, name: str) -> dict[str, Any]:
-        """Return the keywords, without one that is a constant."""
-        return {k: x for k, x in self.kwargs.items() if k != self._name(name)}
-
     def _name(self, name: str) -> str:
         """Return the name that the function has for an argument."""
         parameters = inspect.signature(_function(self.function)).parameters
-        aliases = self.mixer.aliases
-        return next((x for x in parameters if aliases.get(x, x) == name), name)
+        return next((x for x in parameters if self.mixer.name(x) == name), name)
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Make the call, and return the results that are tensors."""
@@ -222,9 +200,8 @@ class MixerCall:
             else:
                 return pytree.tree_map_only(_Form, lambda x: x.like(tensors[0]), forms)
             arguments = dict(zip(self.names, tensors, strict=True))
-            constants = _decode([self.args, self.kwargs], list(tensors))
-            bound = mixer.bind(_function(self.function), *constants)
-            results = mixer.results(bound | arguments)
+            constants = {mixer.name(name): x for name, x in self.constants.items()}
+            results = mixer.results(constants | arguments)
             return pytree.tree_map_only(Tensor, lambda x: x.new_empty(x.shape), results)
 
     def _forms(self, short: Sequence[_Form], tensors: Sequence[Tensor]) -> Any:
@@ -259,11 +236,11 @@ class MixerCall:
         )
 
     def _call(self, tensors: Sequence[Tensor]) -> Any:
-        args, kwargs = _decode([self.args, self.kwargs], list(tensors))
+        arguments = self.constants | dict(zip(self.tensors, tensors, strict=True))
         with ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, getattr(torch, dtype)))
-            return _function(self.function)(*args, **kwargs)
+            return _function(self.function)(**arguments)
 
 
 @dataclass(frozen=True)
@@ -293,37 +270,26 @@ def _form(x: Any) -> Any:
     return _Form(tuple(x.shape), x.dtype, x.device)
 
 
-@dataclass(frozen=True)
-class _Place:
-    number: int
-
-
-def _encode(x: Any, tensors: list[Tensor]) -> Any:
-    """Return constants as they are, and a place for every tensor, which is listed."""
-    if isinstance(x, Tensor):
-        tensors.append(x)
-        return {_TENSOR: len(tensors) - 1}
+def _encoded(x: Any) -> Any:
+    """Return a constant as JSON has it; Raises: UnknownForm."""
+    if isinstance(x, tuple):
+        return {_TUPLE: [_encoded(value) for value in x]}
+    if isinstance(x, list):
+        return [_encoded(value) for value in x]
+    if isinstance(x, Mapping) and _TUPLE not in x:
+        return {key: _encoded(value) for key, value in x.items()}
     if type(x) in _CONSTANTS:
         return x
-    if isinstance(x, list):
-        return [_encode(value, tensors) for value in x]
-    if isinstance(x, tuple):
-        return {_TUPLE: [_encode(value, tensors) for value in x]}
-    if isinstance(x, Mapping) and not {_TENSOR, _TUPLE} & x.keys():
-        return {key: _encode(value, tensors) for key, value in x.items()}
-    raise UnknownForm(f"an argument of type {type(x).__name__}")
+    is_tensor = isinstance(x, Tensor)
+    what = (
+        "a list of tensors" if is_tensor else f"an argument of type {type(x).__name__}"
+    )
+    raise UnknownForm(what)
 
 
-def _decode(x: Any, tensors: Sequence[Any]) -> Any:
-    if isinstance(x, list):
-        return [_decode(value, tensors) for value in x]
-    if not isinstance(x, dict):
-        return x
-    if _TENSOR in x:
-        return tensors[x[_TENSOR]]
-    if _TUPLE in x:
-        return tuple(_decode(value, tensors) for value in x[_TUPLE])
-    return {key: _decode(value, tensors) for key, value in x.items()}
+def _decoded(x: dict[str, Any]) -> Any:
+    """Undo _encoded for an object of JSON, whose values are decoded."""
+    return tuple(x[_TUPLE]) if _TUPLE in x else x
 
 
 def is_found_by_name(function: Any) -> bool:

@@ -36,8 +36,6 @@ def passes_states(call: MixerCall) -> bool:
     # The last state would be the same on every rank, and so its gradient.
     if state.result in call.result_names:
         return False
-    if call.is_positional(state.initial) or call.is_positional(state.final):
-        return False
     if state.values[0] not in call.names:
         return False
     # What keeps documents apart counts their tokens from the first one.

@@ -111,7 +111,7 @@ class _Exchange:
         classes = dict.fromkeys(
             entries for node in mixers for entries in self.sequence.classes_of(node)
         )
-        finder = RegionFinder(self.sequence, self.seconds, self.ctx.mixer_strategy)
+        finder = RegionFinder(self.sequence, self.seconds)
         regions = [x for c in classes for x in finder.find(c)]
         regions.sort(key=lambda x: (-x.saved, x.first))
         prices = {x: self.seconds.of_strategies(x) for x in mixers if has_strategies(x)}
@@ -136,7 +136,7 @@ class _Exchange:
             if node in written:
                 continue
             if node in prices:
-                strategy = self.seconds.on_tokens(node)[1]
+                strategy = self.seconds.strategy(node)
                 if strategy is MixerStrategy.STATES:
                     node.target = mixed_in_parts if is_mixer(node) else scanned_in_parts
                     count += 1

@@ -1,4 +1,8 @@
-"""Price the calls and values of a graph on either side, by cost/mixer_prices.py."""
+"""Price the calls and values of a graph on either side, by cost/mixer_prices.py.
+
+A call has one price for each way: on the side of the tokens, by the cheapest strategy
+there, and on the side of each class of entries.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from collections.abc import Iterable
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.cost import mixer_prices
 from cpcompile.cost.mixer_plan import MixerStrategy
+from cpcompile.cost.mixer_prices import MixerPrices, Summary
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.ops.mixers.mixer_work import forward_work, shapes_of
 from cpcompile.ops.mixers.state_passing import passes_states
@@ -21,8 +25,9 @@ from ...graph.nodes import expected_shape, fake_value
 from ...graph.sequence_tokens import TokenDim
 from ...placement.scan_calls import joined_operands
 from ..normalize.pad_convolutions import convolved
+from ..sharding.dim_flows import dim_flows
 from .dim_class import CREATIONS, DimClass
-from .mixed_sequence import MixedSequence, dim_size
+from .mixed_sequence import MixedSequence, dim_size, moves_little, stays_on_tokens
 
 DEAR = 1e6  # seconds: a price for what the user has ruled out
 Prices = dict[MixerStrategy, float]
@@ -42,116 +47,41 @@ class MixerSeconds:
 
     def __init__(self, sequence: MixedSequence, ctx: Context) -> None:
         self._sequence, self._ctx = sequence, ctx
-        self._passes = mixer_prices.passes_of(ctx.backward)
+        given = (ctx.profile, ctx.ranks, ctx.backward)
+        self._prices = MixerPrices.of_training(*given)
         self.is_laid_out = bool(ctx.findings.balanced_plans)
 
-    def of_strategies(self, node: fx.Node) -> Prices:
-        """Return the seconds of every strategy that is possible for a call."""
-        prices, dims = self._on_tokens(node), self._sequence.tokens.dims
-        values = [x for x in (*node.all_input_nodes, *node.users) if x in dims]
-        exchanges = [
-            self.in_uneven_parts(node, entries)
-            + math.fsum(self._on_entries(x, entries) for x in values)
-            for entries in self._sequence.classes_of(node)
-        ]
-        if exchanges:
-            prices[MixerStrategy.EXCHANGE] = min(exchanges)
-        return prices
-
-    def on_tokens(self, node: fx.Node) -> tuple[float, MixerStrategy]:
-        """Return the seconds of a call on the side of the tokens, and how."""
-        prices = self._on_tokens(node)
-        forced = self._ctx.mixer_strategy
-        if forced in prices:
-            prices = {forced: prices[forced]}
-        strategy = min(prices, key=lambda x: (prices[x], x.value))
-        dear = forced is MixerStrategy.EXCHANGE
-        return (DEAR if dear else prices[strategy]), strategy
-
-    def _on_tokens(self, node: fx.Node) -> Prices:
-        operands = [x for x in node.all_input_nodes if x in self._sequence.tokens.dims]
-        prices = {MixerStrategy.GATHER: self.of_gather(operands) + self.in_full(node)}
-        states = self.of_states(node)
-        if states is not None:
-            prices[MixerStrategy.STATES] = states
-        return prices
-
-    def _on_entries(self, node: fx.Node, entries: DimClass) -> float:
-        """Return the seconds to move a value; what all entries read is gathered."""
-        return self._exchanged(node) if node in entries.dims else self.of_gather([node])
-
-    def of_states(self, node: fx.Node) -> float | None:
-        """Return the seconds of passing on states; None where that is impossible."""
-        ranks = self._ctx.ranks
-        if _uses_other_axes(self._ctx) or leaves_ranks_empty(
-            self._sequence.tokens.entries, ranks
-        ):
-            return None
-        joined = joined_operands(node)
-        summary = self._of_steps(joined) if joined else self._of_state(node)
-        if summary is None:
-            return None
-        work = self.of_work(node)
-        return mixer_prices.states_seconds(
-            self._ctx.profile, ranks, summary, work, self._passes
-        )
-
-    def _of_steps(self, joined: Iterable[fx.Node]) -> mixer_prices.Summary | None:
-        """Return the summary of an associative scan: what its last step gives."""
-        dims = self._sequence.tokens.dims
-        if any(dims.get(x) != TokenDim(0) for x in joined):
-            return None
-        last = math.fsum(map(bytes_of, joined)) / self._sequence.tokens.entries
-        return mixer_prices.Summary(last, 0.0, 1.0)  # one step more for every result
-
-    def _of_state(self, node: fx.Node) -> mixer_prices.Summary | None:
-        """Return the summary of a known mixer; None if it passes on no states."""
-        call, operands = mixer_call(node), mixer_operands(node)
-        state = call.mixer.state
-        if state is None or not passes_states(call):
-            return None
-        tokens = call.mixer.tokens
-        if any(
-            self._sequence.tokens.dims.get(x) != TokenDim(tokens[name])
-            for name, x in operands.items()
-            if name in tokens
-        ):
-            return None
-        values = {name: fake_value(x) for name, x in operands.items()}
-        shape = expected_shape(call.with_final_state().empty_state(values))
-        return mixer_prices.summary_of(shape, state.rows, state.columns)
-
-    def of_gather(self, operands: Iterable[fx.Node]) -> float:
-        """Return the seconds to gather values, and their gradients."""
-        return mixer_prices.gathered_seconds(
-            self._ctx.profile, self._ctx.ranks, map(bytes_of, operands), self._passes
-        )
-
-    def of_move(self, node: fx.Node) -> float:
-        """Return the seconds of a call that moves few tokens, or picks few."""
-        if all(spelled(user) in CREATIONS for user in node.users):
-            return 0.0  # nobody reads its numbers, so that nothing is sent
-        tokens = self._sequence.tokens.entries
-        moved = 0.0
-        for size in filter(None, map(bytes_of, node.all_input_nodes)):
-            others = abs(1 - bytes_of(node) / size) * tokens  # at one of the ends
-            moved = max(moved, size / tokens * min(max(others, 1), tokens / 2))
-        return mixer_prices.exchanged_seconds(
-            self._ctx.profile, self._ctx.ranks, moved, self._passes
-        )
-
-    def of_halo(self, node: fx.Node) -> float:
-        """Return the seconds to borrow what a convolution reads beside a rank's own."""
-        operands, borrowed = convolved(node), self._sequence.borrowed(node)
-        if operands is None or not borrowed:
+    def on_tokens(self, node: fx.Node) -> float:
+        """Return the seconds of a call on the side of the tokens."""
+        if node.op == "placeholder":
             return 0.0
-        part = min(1.0, borrowed / self._sequence.tokens.entries)
-        return mixer_prices.gathered_seconds(
-            self._ctx.profile,
-            self._ctx.ranks,
-            [part * bytes_of(operands[0])],
-            self._passes,
+        borrows = self._sequence.borrowed(node) is not None
+        mixes, few = self._sequence.mixes(node), moves_little(node)
+        if not mixes and not borrows:
+            return self._of_other_tokens(node)
+        if mixes and (borrows or not few) and self._forced is MixerStrategy.EXCHANGE:
+            return DEAR
+        if borrows:
+            return self._of_halo(node)
+        return self._of_move(node) if few else self._cheapest(node)[1]
+
+    def on_entries(self, node: fx.Node, entries: DimClass) -> float | None:
+        """Return the seconds of a call in parts along entries; None if it has none."""
+        if node.op == "placeholder":
+            return 0.0 if node in self._sequence.links else None
+        computed = self._sequence.computed.intersection(node.all_input_nodes)
+        is_local = not computed or (
+            entries.is_local(node) and _reads_entries(node, entries, computed)
         )
+        gathered = self._gathered(node, entries)
+        if any(self._sequence.is_written(x) for x in (node, *gathered)):
+            return None
+        if not is_local or stays_on_tokens(node):
+            return None
+        mixes = self._sequence.mixes(node) and not moves_little(node)
+        if mixes and self._forced in self._ways(node):
+            return DEAR
+        return self._in_uneven_parts(node, entries) + self._of_gather(gathered)
 
     def of_exchange(self, node: fx.Node, entries: DimClass) -> float | None:
         """Return the seconds to exchange a value; None if it cannot be exchanged."""
@@ -160,7 +90,7 @@ class MixerSeconds:
         if token_dim is None and self._sequence.is_of_others(node):
             return None
         if dim is not None and token_dim is None and dim.outer == 1:
-            return self.of_gather([node])  # as a last state, which has no tokens
+            return self._of_gather([node])  # as a last state, which has no tokens
         if token_dim is None or dim is None or token_dim.dim == dim.dim:
             return None
         if token_dim.outer > 1 or dim.outer > 1 or self._sequence.is_written(node):
@@ -171,37 +101,155 @@ class MixerSeconds:
             return None  # a rank's part would begin inside of an entry
         return self._exchanged(node)
 
+    def of_strategies(self, node: fx.Node) -> Prices:
+        """Return the seconds of every strategy that is possible for a call."""
+        dims = self._sequence.tokens.dims
+        values = [x for x in (*node.all_input_nodes, *node.users) if x in dims]
+        exchanges = [
+            math.fsum(
+                self._exchanged(x) if x in entries.dims else self._of_gather([x])
+                for x in values  # what all entries read is gathered
+            )
+            + self._in_uneven_parts(node, entries)
+            for entries in self._sequence.classes_of(node)
+        ]
+        return self._ways(node, exchanges)
+
+    def strategy(self, node: fx.Node) -> MixerStrategy:
+        """Return how a call is shared on the side of the tokens."""
+        return self._cheapest(node)[0]
+
+    @property
+    def _forced(self) -> MixerStrategy | None:
+        return self._ctx.mixer_strategy
+
+    def _cheapest(self, node: fx.Node) -> tuple[MixerStrategy, float]:
+        """Return the strategy on the side of the tokens, with its seconds."""
+        ways = self._ways(node)
+        if self._forced in ways:
+            ways = {self._forced: ways[self._forced]}
+        return min(ways.items(), key=lambda x: (x[1], x[0].value))
+
+    def _ways(self, node: fx.Node, exchanges: Iterable[float] = ()) -> Prices:
+        dims, summary = self._sequence.tokens.dims, None
+        operands = [bytes_of(x) for x in node.all_input_nodes if x in dims]
+        if has_strategies(node):
+            summary = self._summary(node)
+        return self._prices.ways(self._of_work(node), operands, summary, exchanges)
+
+    def _summary(self, node: fx.Node) -> Summary | None:
+        """Return what ranks tell each other of their tokens; None if they cannot."""
+        tokens = self._sequence.tokens
+        if _uses_other_axes(self._ctx) or leaves_ranks_empty(
+            tokens.entries, self._ctx.ranks
+        ):
+            return None
+        joined = joined_operands(node)
+        if joined:  # of an associative scan: what its last step gives
+            if any(tokens.dims.get(x) != TokenDim(0) for x in joined):
+                return None
+            last = math.fsum(map(bytes_of, joined)) / tokens.entries
+            return Summary(last, 0.0, 1.0)  # one step more for every result
+        call, operands = mixer_call(node), mixer_operands(node)
+        state, of_tokens = call.mixer.state, call.mixer.tokens
+        if state is None or not passes_states(call):
+            return None
+        if any(
+            tokens.dims.get(x) != TokenDim(of_tokens[name])
+            for name, x in operands.items()
+            if name in of_tokens
+        ):
+            return None
+        values = {name: fake_value(x) for name, x in operands.items()}
+        shape = expected_shape(call.with_final_state().empty_state(values))
+        return Summary.of_state(shape, state.rows, state.columns)
+
+    def _of_other_tokens(self, node: fx.Node) -> float:
+        """Return the seconds of a call that brings no tokens of this sequence together.
+
+        All ranks make it in full if no rank has a part of what it reads.
+        """
+        sequence = self._sequence
+        operands = {
+            x
+            for x in sequence.computed.intersection(node.all_input_nodes)
+            if isinstance(fake_value(x), Tensor)
+        }
+        if not operands or any(x in sequence.tokens.dims for x in operands):
+            return 0.0
+        if sequence.is_shared_in_others(node):
+            return 0.0
+        gathered: Iterable[fx.Node] = operands
+        of_others = any(map(sequence.is_of_others, operands))
+        if of_others and moves_little(node):
+            return self._of_move(node)
+        if of_others and self._forced is MixerStrategy.EXCHANGE:
+            return DEAR
+        if not dim_flows(node):  # else cut again where it is shorter, and gathered
+            # Of several sequences all but the largest, along which DTensor shards it.
+            by_size = sorted(operands, key=lambda x: (bytes_of(x), x))
+            gathered = by_size[:-1] if of_others else []
+        return self._prices.uneven(self._of_work(node), 1) + self._of_gather(gathered)
+
+    def _gathered(self, node: fx.Node, entries: DimClass) -> list[fx.Node]:
+        """Return the operands that ranks must have in whole on the side of `entries`.
+
+        All of its entries read them, and they are split along the tokens.
+        """
+        if spelled(node) in CREATIONS:
+            return []
+        return [
+            x
+            for x in node.all_input_nodes
+            if x in self._sequence.tokens.dims
+            and x in self._sequence.computed
+            and x not in entries.dims
+        ]
+
+    def _of_gather(self, operands: Iterable[fx.Node]) -> float:
+        """Return the seconds to gather values, and their gradients."""
+        return self._prices.gathered(map(bytes_of, operands))
+
+    def _of_move(self, node: fx.Node) -> float:
+        """Return the seconds of a call that moves few tokens, or picks few."""
+        if all(spelled(user) in CREATIONS for user in node.users):
+            return 0.0  # nobody reads its numbers, so that nothing is sent
+        tokens = self._sequence.tokens.entries
+        moved = 0.0
+        for size in filter(None, map(bytes_of, node.all_input_nodes)):
+            others = abs(1 - bytes_of(node) / size) * tokens  # at one of the ends
+            moved = max(moved, size / tokens * min(max(others, 1), tokens / 2))
+        return self._prices.exchanged(moved)
+
+    def _of_halo(self, node: fx.Node) -> float:
+        """Return the seconds to borrow what a convolution reads beside a rank's own."""
+        operands, borrowed = convolved(node), self._sequence.borrowed(node)
+        if operands is None or not borrowed:
+            return 0.0
+        part = min(1.0, borrowed / self._sequence.tokens.entries)
+        return self._prices.gathered([part * bytes_of(operands[0])])
+
     def _exchanged(self, node: fx.Node) -> float:
-        graded = self._ctx.backward and fake_value(node).requires_grad
-        return mixer_prices.exchanged_seconds(
-            self._ctx.profile,
-            self._ctx.ranks,
-            bytes_of(node),
-            mixer_prices.passes_of(graded),
-        )
+        return self._prices.exchanged(bytes_of(node), fake_value(node).requires_grad)
 
-    def in_full(self, node: fx.Node) -> float:
-        """Return the seconds of a call on every rank, beyond those of a share."""
-        return mixer_prices.repeated_seconds(self.of_work(node), self._ctx.ranks)
-
-    def in_uneven_parts(self, node: fx.Node, entries: DimClass) -> float:
+    def _in_uneven_parts(self, node: fx.Node, entries: DimClass) -> float:
         """Return the seconds of the largest part of a call, beyond those of a share.
 
         A rank may compute again what all of the entries of a known mixer read.
         """
-        work, ranks = self.of_work(node), self._ctx.ranks
+        work, ranks = self._of_work(node), self._ctx.ranks
         if is_mixer(node) and not entries.dims.keys() >= {
             x for x in node.all_input_nodes if x in self._sequence.tokens.dims
         }:
-            return self.of_work(node, entries) - work / ranks
-        return mixer_prices.uneven_seconds(work, entries.entries, ranks)
+            return self._of_work(node, entries) - work / ranks
+        return self._prices.uneven(work, entries.entries)
 
-    def of_work(self, node: fx.Node, entries: DimClass | None = None) -> float:
+    def _of_work(self, node: fx.Node, entries: DimClass | None = None) -> float:
         """Return the seconds of a call in full; given entries, of a rank's part of it.
 
         Its memory is read and written once; of a mixer that is kept whole we know more.
         """
-        profile, backward = self._ctx.profile, self._ctx.backward
+        prices = self._prices
         if is_mixer(node):
             call = mixer_call(node)
             operands = {
@@ -210,13 +258,10 @@ class MixerSeconds:
             }
             work = forward_work(str(call), shapes_of([*operands.values()]))
             if not work.is_counted and call.mixer.shape is not None:
-                runs = mixer_prices.WORK_OF_A_STEP if backward else 1
                 shape = call.mixer.shape(operands)
-                return runs * shape.forward_seconds(profile)
-            return mixer_prices.work_seconds(profile, work.flops, work.bytes, backward)
-        sizes = map(bytes_of, (node, *node.all_input_nodes))
-        passes = 3 if backward else 1
-        return passes * sum(sizes) / profile.memory_bytes_per_second
+                return prices.runs * shape.forward_seconds(prices.profile)
+            return prices.computed(work.flops, work.bytes)
+        return prices.computed(0.0, sum(map(bytes_of, (node, *node.all_input_nodes))))
 
     def _part_of(self, node: fx.Node, entries: DimClass | None) -> Tensor:
         """Return a value without data; given entries, the first rank's part of them."""
@@ -227,6 +272,19 @@ class MixerSeconds:
         sizes = list(value.shape)
         sizes[dim.dim] = -(-sizes[dim.dim] // self._ctx.ranks)
         return value.new_empty(sizes)
+
+
+def _reads_entries(node: fx.Node, entries: DimClass, computed: set[fx.Node]) -> bool:
+    """Tell whether a call reads a value of which ranks have entries, or makes one.
+
+    Weights that are cut share nothing out: every rank has all of them.
+    """
+    made = (node, *node.all_input_nodes)
+    if any(spelled(x) in CREATIONS and x in entries.dims for x in made):
+        return True
+    return any(
+        x in entries.dims or not isinstance(fake_value(x), Tensor) for x in computed
+    )
 
 
 def bytes_of(node: fx.Node) -> float:

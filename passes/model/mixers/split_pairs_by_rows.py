@@ -33,6 +33,7 @@ from ...graph.sequence_tokens import (
 )
 from ..patterns.products import Product, read_product
 from .mixed_sequence import FARTHEST, MixedSequence, computes, dim_size, find_sequences
+from .mixer_seconds import bytes_of
 
 
 @graph_pass(reads=("calls",))
@@ -148,11 +149,4 @@ def _same_tokens(
     before = fake_value(source)
     if at.outer > 1 or before.shape[at.dim] != value.shape[dim]:
         return None
-    return (source, at.dim) if _bytes(before) <= _bytes(value) else None
-
-
-def _bytes(x: Tensor) -> int:
-    size = x.element_size()
-    for n in expected_shape(x):
-        size *= n
-    return size
+    return (source, at.dim) if bytes_of(source) <= bytes_of(node) else None

@@ -326,7 +326,7 @@ def test_a_last_state_is_not_passed_on(operands):
     call, _ = MixerCall.of(running, operands, {"return_state": True})
     assert not passes_states(call)
     call, _ = MixerCall.of(running, (*operands, None), {})
-    assert not passes_states(call)  # given by position
+    assert passes_states(call)  # None is no state, by position too
 
 
 def test_work_grows_with_the_tokens():
