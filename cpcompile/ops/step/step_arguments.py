@@ -190,7 +190,9 @@ class StepChunk:
         return bias.new_empty((*bias.shape[:3], keys))
 
 
-_text_of = functools.lru_cache(maxsize=64)(str)  # each step of a model has the same
+@functools.lru_cache(maxsize=64)  # each step of a model has the same
+def _text_of(spec: AttentionSpec) -> str:
+    return str(spec)
 
 
 def fake_by_name(op: CustomOpDef, result: Callable[[Mapping[str, Any]], Any]) -> None:
