@@ -57,7 +57,7 @@ def traced(
     with (
         fake_group(rank, ranks),
         mock.patch.object(
-            inner_compilers, "aot_eager", lambda gm, given, *_: compiler(gm, given)
+            inner_compilers, "_aot_eager", lambda gm, given, *_: compiler(gm, given)
         ),
     ):
         mesh, axis = _mesh(ranks, inner)
