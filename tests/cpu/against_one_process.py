@@ -7,9 +7,9 @@ tests/support/bounds.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,20 +20,41 @@ from torch.utils import _pytree as pytree
 
 import cpcompile as cp
 from cpcompile import logs
+from cpcompile.accounting.graph_account import Exchange
+from cpcompile.reporting.graph_report import GraphReport, recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import Deviation, Values, check, deviations, whole
+from tests.support.bounds import (
+    Deviation,
+    Values,
+    check,
+    default_dtype,
+    deviations,
+    whole,
+)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Deviations of results and gradients, and our warnings."""
+    """Deviations of results and gradients, our warnings, and a report of each graph."""
 
     deviations: list[Deviation]
     warnings: list[str]
+    reports: list[GraphReport] = field(default_factory=list)
 
     def check(self) -> None:
         """Fail with all deviations that are too large."""
         check(self.deviations)
+
+    @property
+    def rewritten(self) -> list[bool]:
+        """Which attention calls are context parallel."""
+        return [c.plan is not None for report in self.reports for c in report.calls]
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """What is listed of all graphs, forward and backward."""
+        accounts = [account for report in self.reports for account in report.accounts]
+        return [exchange for account in accounts for exchange in account.exchanges]
 
 
 def compare(
@@ -47,40 +68,105 @@ def compare(
 
     door: "plain" or "dtensor", how x is given.
     """
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    return compare_calls(model, [(x,)], world, door, **options)
+
+
+def hidden_states(tokens: int, width: int) -> tuple[Tensor]:
+    """The input [2, tokens, width] of a call; it wants a gradient."""
+    x = torch.randn(2, tokens, width, dtype=torch.float64)
+    return (x.requires_grad_(),)
+
+
+def compare_calls(
+    model: nn.Module,
+    calls: Sequence[Sequence[Any]],
+    world: int,
+    door: str = "plain",
+    dims: Sequence[int | None] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Forward and backward of model(*inputs), of all calls by one compiled model.
+
+    Each begins with the same parameters and buffers, into which the model may write.
+    dims: that of the tokens of each input, for DTensors; 1 unless given. options: of
+    the backend, and `dynamic` and `fullgraph` of torch.compile.
+    """
     torch._dynamo.reset()
     logs.warn_once.cache_clear()
-    torch.manual_seed(0)
-    model, x = make().double(), torch.randn(shape, dtype=torch.float64)
-    wanted = run(model, x.clone().requires_grad_(), model)
     mesh = sequence_mesh(world)
+    how = {k: options.pop(k) for k in ("dynamic", "fullgraph") if k in options}
     options = {"inner": "aot_eager", **options}
     if door == "plain":
-        given = x.clone().requires_grad_()
-        options["mesh"] = mesh
-    else:
-        given = cp.shard(x, mesh, 1).detach().requires_grad_()
-    with warnings() as texts:
-        found = run(torch.compile(model, backend="cp", options=options), given, model)
-    return Comparison(deviations(found, wanted), texts)
+        options.setdefault("mesh", mesh)
+    compiled = torch.compile(model, backend="cp", options=options, **how)
+    found: list[Deviation] = []
+    # Constants that a model makes have its dtype.
+    double = default_dtype(torch.float64)
+    with double, warnings() as texts, recording() as reports:
+        with unchanged(model):
+            exact = [run(model, inputs, model) for inputs in calls]
+        for inputs, wanted in zip(calls, exact, strict=True):
+            given = list(inputs)
+            for i, x in enumerate(inputs if door == "dtensor" else ()):
+                dim = 1 if dims is None else dims[i]
+                if isinstance(x, Tensor) and dim is not None:
+                    part = cp.shard(x.detach(), mesh, dim).detach()
+                    given[i] = part.requires_grad_(x.requires_grad)
+            found += deviations(run(compiled, given, model), wanted)
+    return Comparison(found, texts, list(reports))
 
 
-def run(call: Callable[..., Any], x: Tensor, model: nn.Module) -> Values:
-    """Results, and gradients of their sum with random weights."""
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Give the model back the parameters and buffers that it has now."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    plain = {n: x for n, x in tensors.items() if type(x) in (Tensor, nn.Parameter)}
+    before = {name: x.detach().clone() for name, x in plain.items()}
+    yield
+    with torch.no_grad():
+        for name, x in (*model.named_parameters(), *model.named_buffers()):
+            if name in before:
+                x.copy_(before[name])
+
+
+def run(
+    call: Callable[..., Any], inputs: Tensor | Sequence[Any], model: nn.Module
+) -> Values:
+    """Results, and gradients of their sum with random weights.
+
+    Of inputs that require gradients, and parameters; and the buffers afterwards.
+    """
     model.zero_grad()
-    torch.manual_seed(5)
-    results = [y for y in pytree.tree_leaves(call(x)) if isinstance(y, Tensor)]
-    generator = torch.Generator().manual_seed(3)
-    losses = [
-        (y * _like(y, torch.randn(y.shape, generator=generator, dtype=y.dtype))).sum()
-        for y in results
-        if y.requires_grad
+    given = [
+        x.detach().clone().requires_grad_(x.requires_grad)
+        if isinstance(x, Tensor)
+        else x
+        for x in ((inputs,) if isinstance(inputs, Tensor) else inputs)
     ]
-    loss = sum(losses[1:], losses[0])
-    (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
+    torch.manual_seed(5)
+    results = [y for y in pytree.tree_leaves(call(*given)) if isinstance(y, Tensor)]
+    generator = torch.Generator().manual_seed(3)
+
+    def weights(y: Tensor) -> Tensor:  # the same numbers in every precision
+        wide = torch.complex128 if y.is_complex() else torch.float64
+        return torch.randn(y.shape, generator=generator, dtype=wide).to(y.dtype)
+
+    losses = [(y * _like(y, weights(y))).sum() for y in results if y.requires_grad]
+    if losses:
+        loss = sum(losses[1:], losses[0])
+        (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
     found = {f"result {n}": y for n, y in enumerate(results)}
-    for name, p in {"x": x, **dict(model.named_parameters())}.items():
-        found[f"grad of {name}"] = torch.zeros_like(p) if p.grad is None else p.grad
-    return {name: whole(y).clone() for name, y in found.items()}
+    leaves = {f"input {n}": x for n, x in enumerate(given) if isinstance(x, Tensor)}
+    for name, p in (leaves | dict(model.named_parameters())).items():
+        if p.requires_grad:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            found[f"grad of {name}"] = grad
+    floating = ((n, x) for n, x in model.named_buffers() if x.is_floating_point())
+    found |= {f"buffer {name}": x for name, x in floating}
+    return {name: whole(y).detach().clone() for name, y in found.items()}
 
 
 @contextmanager
