@@ -1,21 +1,19 @@
 """The operators that exchange heads keep torch's contracts, and their own."""
 
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.ranks.mesh_factors import hybrid_groups, remember_axes
 from tests.support.attention_calls import attention, groups_of, rest
-from tests.unit.ops.operands import make_operands
+from tests.unit.ops.operands import make_operands, zeros_on
 
 ops = torch.ops.cp
 STRATEGIES = ["ulysses", "hybrid"]
@@ -26,14 +24,6 @@ PLACEMENTS = [
     for cp in (Replicate(), Shard(0), Shard(1), Shard(2))
     if dp != cp or dp.is_replicate()
 ]
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Rank 1 of a mesh (dp=2, cp=4) that exchanges nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
-    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "cp"))
-    dist.destroy_process_group()
 
 
 def operands(*sizes, **others):
@@ -95,23 +85,10 @@ def test_opcheck_of_a_layout(one_rank, causal):
 def attend(mesh, placements, strategy, kv_heads=4, **more):
     """Leaves, out and lse of cp attention, of DTensors [4, 4 or kv_heads, 8, 6]."""
 
-    def make(heads):
-        shape = torch.Size((4, heads, 8, 6))
-        local = list(shape)
-        for axis, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                local[placement.dim] //= mesh.size(axis)
-        x = DTensor.from_local(
-            torch.zeros(local),
-            mesh,
-            placements,
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
-        return x.requires_grad_()
-
-    leaves = make(4), make(kv_heads), make(kv_heads)
+    leaves = tuple(
+        zeros_on(mesh, (4, heads, 8, 6), placements).requires_grad_()
+        for heads in (4, kv_heads, kv_heads)
+    )
     groups = (mesh.get_group("cp").group_name,)
     if strategy == "hybrid":
         of_hybrid = hybrid_groups(mesh, 1, CPDegrees(2, 2))

@@ -1,33 +1,19 @@
 """The operators under a mask keep torch's contracts, and their DTensor rule."""
 
 import itertools
-import textwrap
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
-from expecttest import assert_expected_inline
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.attention_calls import attention, rest, rest_of_local
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.masked_calls import fields, under_mask
-from tests.unit.ops.operands import make_operands
+from tests.unit.ops.operands import make_operands, zeros_on
 
 ops = torch.ops.cp
 GROUPED = ["ring", "all_gather"]
 LENGTH = 6
-
-
-@pytest.fixture
-def fake_mesh() -> Iterator[dist.DeviceMesh]:
-    """Rank 1 of a mesh (dp=2, cp=2) that exchanges nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    dist.destroy_process_group()
 
 
 def key_ranges(batch=1, length=LENGTH):
@@ -107,24 +93,6 @@ def test_a_bool_bias_has_no_gradient(one_rank, strategy):
     assert all(x is not None for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-def sharded(mesh, shape, placements, dtype=torch.float32):
-    """A DTensor of zeros of this global shape."""
-    local = list(shape)
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            local[placement.dim] //= mesh.size(axis)
-    zeros = torch.zeros(local, dtype=dtype)
-    whole = torch.empty(shape, device="meta")
-    return DTensor.from_local(
-        zeros,
-        mesh,
-        placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
-
-
 DP_PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
 BIASES = [(1, 1), (4, 1), (1, 4), (4, 4)]
 
@@ -137,9 +105,9 @@ BIASES = [(1, 1), (4, 1), (1, 4), (4, 4)]
 def test_the_rule(fake_mesh, strategy, batch, dp, bias_sizes):
     """A mask is split on dp where it has what q is split on; see the rule's file."""
     mesh, group = fake_mesh, fake_mesh.get_group("cp").group_name
-    q, k, v = (sharded(mesh, (4, 4, 8, 6), (dp, Shard(2))) for _ in range(3))
+    q, k, v = (zeros_on(mesh, (4, 4, 8, 6), (dp, Shard(2))) for _ in range(3))
     of_bias = dp if isinstance(dp, Shard) and bias_sizes[dp.dim] > 1 else Replicate()
-    bias = sharded(mesh, (*bias_sizes, 8, 8), (of_bias, Shard(2)))
+    bias = zeros_on(mesh, (*bias_sizes, 8, 8), (of_bias, Shard(2)))
     leaves = [x.requires_grad_() for x in (q, k, v, bias)]
     integers = [
         DTensor.from_local(x, mesh, [Replicate(), Replicate()], run_check=False)
@@ -161,9 +129,9 @@ def test_other_placements_are_brought_to_the_rule(fake_mesh, strategy):
     """A replicated bias, and integers that somebody split."""
     mesh, group = fake_mesh, fake_mesh.get_group("cp").group_name
     everywhere = (Replicate(), Replicate())
-    q, k, v = (sharded(mesh, (4, 4, 8, 6), (Shard(0), Shard(2))) for _ in range(3))
-    bias = sharded(mesh, (1, 4, 8, 8), everywhere).requires_grad_()
-    some = sharded(mesh, (4, 8, 2), (Shard(0), Shard(1)), torch.int32)
+    q, k, v = (zeros_on(mesh, (4, 4, 8, 6), (Shard(0), Shard(2))) for _ in range(3))
+    bias = zeros_on(mesh, (1, 4, 8, 8), everywhere).requires_grad_()
+    some = zeros_on(mesh, (4, 8, 2), (Shard(0), Shard(1)), torch.int32)
     op = under_mask(strategy)
     out, _ = op(q, k, v, bias, some, None, None, 8, 8, 0.3, group)
     assert out.placements == (Shard(0), Shard(2))
@@ -171,93 +139,62 @@ def test_other_placements_are_brought_to_the_rule(fake_mesh, strategy):
     assert grad.shape == bias.shape
 
 
-def message(group, strategy="ring", layout="contiguous", q_len=LENGTH, **masks):
+SIZES = "of 6 queries, 6 of them local, and 6 keys got "
+PASS = (
+    ". Pass integers of the whole sequences, and of the bias the rows of the local "
+    "queries"
+)
+REFUSED = {
+    "limits of other rows": (
+        {"key_ranges": key_ranges(1, 5)},
+        f"{SIZES}key_ranges (1, 5, 2), needed (2, 6, 2), or 1 for 2{PASS}",
+    ),
+    "limits that are no integers": (
+        {"strategy": "all_gather", "key_ranges": key_ranges().float()},
+        f"{SIZES}key_ranges torch.float32, needed integers{PASS}",
+    ),
+    "ids of queries only": (
+        {"strategy": "ulysses", "q_segment_ids": ids()},
+        f"{SIZES}only one of q_segment_ids and kv_segment_ids, needed both or "
+        f"none{PASS}",
+    ),
+    "a bias of all rows where some are local": (
+        {"bias": torch.zeros(3, 1, 7, 6)},
+        f"{SIZES}bias (3, 1, 7, 6), needed (2, 4, 6, 6), or of floating point with one "
+        f"of (6, 11) in the place of the last two, or 1 for B, H{PASS}",
+    ),
+    "a bias of integers": (
+        {"bias": torch.zeros(1, 1, 6, 6).int()},
+        f"{SIZES}bias torch.int32, needed bool or floating point{PASS}",
+    ),
+    "a bias in zigzag": (
+        {"layout": "zigzag", "bias": torch.zeros(1, 1, 6, 6)},
+        "got a bias (1, 1, 6, 6) in the zigzag layout; needed a mask of key ranges, "
+        "segment ids and a bias of positions, or the contiguous layout",
+    ),
+    "other numbers of keys in zigzag": (
+        {"layout": "zigzag", "q_len": 5, "key_ranges": key_ranges(1, 5)},
+        "got 5 queries and 6 keys in the zigzag layout; needed as many keys as "
+        "queries, or the contiguous layout",
+    ),
+    "a layout that is not supported": (
+        {"layout": "striped", "key_ranges": key_ranges()},
+        "got layout='striped'; needed one of ['contiguous', 'zigzag']",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_masks_that_are_refused(one_rank, case):
+    given, said = REFUSED[case]
+    given = {"strategy": "ring", "layout": "contiguous", "q_len": LENGTH} | given
+    strategy, layout, q_len = map(given.pop, ("strategy", "layout", "q_len"))
+    masks = map(given.get, ("bias", "key_ranges", "q_segment_ids", "kv_segment_ids"))
     q, k, v = make_operands(torch.float32, 4, q_len=q_len)
-    names = ("bias", "key_ranges", "q_segment_ids", "kv_segment_ids")
-    op = under_mask(strategy)
-    given = (masks.get(name) for name in names)
     with pytest.raises(ValueError) as caught:
-        op(q, k, v, *given, q_len, LENGTH, 0.3, group, layout=layout)
-    return textwrap.fill(str(caught.value), 76)
-
-
-def test_limits_of_other_rows(one_rank):
-    assert_expected_inline(
-        message(one_rank, key_ranges=key_ranges(1, 5)),
-        """\
-cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got key_ranges
-(1, 5, 2), needed (2, 6, 2), or 1 for 2. Pass integers of the whole
-sequences, and of the bias the rows of the local queries""",
-    )
-
-
-def test_limits_that_are_no_integers(one_rank):
-    assert_expected_inline(
-        message(one_rank, "all_gather", key_ranges=key_ranges().float()),
-        """\
-cp::all_gather_attention: of 6 queries, 6 of them local, and 6 keys got
-key_ranges torch.float32, needed integers. Pass integers of the whole
-sequences, and of the bias the rows of the local queries""",
-    )
-
-
-def test_ids_of_queries_only(one_rank):
-    assert_expected_inline(
-        message(one_rank, "ulysses", q_segment_ids=ids()),
-        """\
-cp::ulysses_attention: of 6 queries, 6 of them local, and 6 keys got only
-one of q_segment_ids and kv_segment_ids, needed both or none. Pass integers
-of the whole sequences, and of the bias the rows of the local queries""",
-    )
-
-
-def test_a_bias_of_all_rows_where_some_are_local(one_rank):
-    assert_expected_inline(
-        message(one_rank, bias=torch.zeros(3, 1, 7, 6)),
-        """\
-cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got bias (3,
-1, 7, 6), needed (2, 4, 6, 6), or of floating point with one of (6, 11) in
-the place of the last two, or 1 for B, H. Pass integers of the whole
-sequences, and of the bias the rows of the local queries""",
-    )
-
-
-def test_a_bias_of_integers(one_rank):
-    assert_expected_inline(
-        message(one_rank, bias=torch.zeros(1, 1, 6, 6).int()),
-        """\
-cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got bias
-torch.int32, needed bool or floating point. Pass integers of the whole
-sequences, and of the bias the rows of the local queries""",
-    )
-
-
-def test_a_bias_in_zigzag(one_rank):
-    assert_expected_inline(
-        message(one_rank, layout="zigzag", bias=torch.zeros(1, 1, 6, 6)),
-        """\
-cp::ring_attention: got a bias (1, 1, 6, 6) in the zigzag layout; needed a
-mask of key ranges, segment ids and a bias of positions, or the contiguous
-layout""",
-    )
-
-
-def test_other_numbers_of_keys_in_zigzag(one_rank):
-    assert_expected_inline(
-        message(one_rank, layout="zigzag", q_len=5, key_ranges=key_ranges(1, 5)),
-        """\
-cp::ring_attention: got 5 queries and 6 keys in the zigzag layout; needed as
-many keys as queries, or the contiguous layout""",
-    )
-
-
-def test_a_layout_that_is_not_supported(one_rank):
-    assert_expected_inline(
-        message(one_rank, layout="striped", key_ranges=key_ranges()),
-        """\
-cp::ring_attention: got layout='striped'; needed one of ['contiguous',
-'zigzag']""",
-    )
+        sizes = (q_len, LENGTH, 0.3, one_rank)
+        under_mask(strategy)(q, k, v, *masks, *sizes, layout=layout)
+    assert str(caught.value) == f"cp::{strategy}_attention: {said}"
 
 
 @pytest.mark.parametrize("strategy", [*GROUPED, "ulysses"])

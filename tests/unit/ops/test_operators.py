@@ -2,33 +2,22 @@
 
 import itertools
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile.ops.dtensor.dtensor_rules import axis_of_group
 from tests.support.attention_calls import attention, rest
-from tests.unit.ops.operands import make_operands
+from tests.unit.ops.operands import make_operands, zeros_on
 
 STRATEGIES = ["ring", "all_gather"]
 LAYOUTS = [
     *(("ring", layout) for layout in ("zigzag", "striped", "fold")),
     ("all_gather", "zigzag"),
 ]
-
-
-@pytest.fixture
-def fake_mesh() -> Iterator[dist.DeviceMesh]:
-    """Rank 1 of a mesh (dp=2, cp=2) that exchanges nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -72,29 +61,12 @@ DP_PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
 def attend(mesh, placements, strategy="ring", layout="contiguous"):
     """cp attention of DTensors [4, 4, 8, 6] with these placements."""
 
-    def make():
-        whole = torch.empty(4, 4, 8, 6, device="meta")
-        return DTensor.from_local(
-            torch.zeros(local_shape(whole.shape, mesh, placements)),
-            mesh,
-            placements,
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        ).requires_grad_()
-
-    q, k, v = make(), make(), make()
+    q, k, v = (
+        zeros_on(mesh, (4, 4, 8, 6), placements).requires_grad_() for _ in range(3)
+    )
     op = attention(strategy)
     group = mesh.get_group("cp").group_name
     return (q, k, v), op(q, k, v, 8, 8, True, 0.3, group, layout=layout)
-
-
-def local_shape(shape, mesh, placements):
-    shape = list(shape)
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            shape[placement.dim] //= mesh.size(axis)
-    return shape
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

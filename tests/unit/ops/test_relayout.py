@@ -2,7 +2,6 @@
 
 import itertools
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,26 +9,17 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Chunks, Layout, TokenLayout
 from cpcompile.ops.comm.relayout import share
+from tests.unit.ops.operands import zeros_on
 
 relayout = torch.ops.cp.relayout
 CPU = torch.device("cpu")
 layouts = st.sampled_from(Layout)
 PAIRS = list(itertools.product([x.value for x in Layout], repeat=2))
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Rank 1 of a mesh (dp=2, cp=4) that exchanges nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
-    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "cp"))
-    dist.destroy_process_group()
 
 
 @settings(deadline=None)
@@ -148,21 +138,7 @@ CP = [Replicate(), Shard(0), Shard(1), Shard(2), Partial()]
 
 def distributed(mesh, placements, shape=(8, 16, 8)):
     """Zeros of this global shape, a leaf."""
-    whole = torch.empty(shape, device="meta")
-    local = list(shape)
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            rank = mesh.get_local_rank(axis)
-            chunks = Chunks(local[placement.dim], mesh.size(axis))
-            local[placement.dim] = chunks.count(rank)
-    return DTensor.from_local(
-        torch.zeros(local),
-        mesh,
-        placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    ).requires_grad_()
+    return zeros_on(mesh, shape, placements).requires_grad_()
 
 
 @pytest.mark.parametrize("dim", [1, -2])
