@@ -213,13 +213,21 @@ def call_operator(
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     group = mesh.get_group(axis).group_name
     rest = (q.shape[2], k.shape[2], case.causal, scale, group)
-    if case.strategy == "hybrid":
-        groups = hybrid_groups(mesh, axis, case.degrees)
-        rest += (groups.ulysses, groups.ring, case.inner == "ulysses")
+    rest += hybrid_arguments(case, mesh, axis)
     out: Tensor
     given = {"layout": case.layout.value, "head_groups": case.head_groups}
     out, _ = attention(case.strategy)(q, k, v, *rest, **given)
     return out
+
+
+def hybrid_arguments(
+    case: AttentionCase, mesh: DeviceMesh, axis: int
+) -> tuple[str | bool, ...]:
+    """The groups that a hybrid takes after its own; of others none."""
+    if case.strategy != "hybrid":
+        return ()
+    groups = hybrid_groups(mesh, axis, case.degrees)
+    return groups.ulysses, groups.ring, case.inner == "ulysses"
 
 
 def run_case(case: AttentionCase, attend: Attend = attend) -> Attended | None:

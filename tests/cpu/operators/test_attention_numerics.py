@@ -3,8 +3,16 @@
 The references and the tolerances are those of Note [Derived tolerances].
 """
 
+from __future__ import annotations
+
 import dataclasses
-import functools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from itertools import cycle, islice
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,160 +20,300 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from cpcompile import config
+from cpcompile.geometry.head_split import HeadSplit, group_counts
+from cpcompile.geometry.layout import Layout
+from cpcompile.kernels.choice import StepKernel
 from tests.cpu.attention_cases import (
     TWO_AXES,
     Attended,
     AttentionCase,
     attend_in_one_process,
+    call_operator,
     check_case,
     distributed_inputs,
     make_inputs,
     run_case,
     sequence_mesh,
 )
+from tests.cpu.on_ranks import on_ranks
 from tests.support.attention_calls import attention
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.pairwise import selected_cases
 
+Changes = dict[str, Any]  # fields of a case
+OPERATOR_AND_EAGER: list[Changes] = [
+    {"strategy": "ring", "entry": "operator"},
+    {"strategy": "all_gather", "entry": "eager"},
+]
+EXCHANGES: list[Changes] = [
+    {"strategy": "ulysses"},
+    {"strategy": "hybrid"},
+    {"strategy": "hybrid", "inner": "ring"},
+]
+IN_LAYOUTS: list[Changes] = [
+    *({"strategy": "ring", "layout": x} for x in Layout if x is not Layout.CONTIGUOUS),
+    {"strategy": "all_gather", "layout": Layout.ZIGZAG},
+    {"strategy": "hybrid", "layout": Layout.ZIGZAG},
+]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 AXES = {
     "strategy": ("ring", "all_gather"),
     "entry": ("operator", "eager"),
     "causal": (True, False),
     "kv_heads": (4, 2, 1),  # of 4 query heads
-    "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "dtype": DTYPES,
     "world": (1, 2, 3, 4),
     # 67 does not divide by 2, 3, 4; with 3 and 2 some ranks hold no token
     "seq": (64, 67, 3, 2),
 }
-BOTH = [("ring", "operator"), ("all_gather", "eager")]
+EXCHANGE_AXES = {
+    "strategy": ("ulysses", "hybrid"),
+    "inner": ("ulysses", "ring"),  # of the hybrid
+    "ulysses": (2, 1),
+    # Query heads and key heads: those that do and do not divide by the ranks.
+    "heads, kv_heads": (
+        *((4, 4), (4, 2), (4, 1), (1, 1), (3, 3), (3, 1), (6, 2), (12, 2), (5, 1)),
+    ),
+    **{name: AXES[name] for name in ("causal", "dtype", "world", "seq")},
+}
+LAYOUT_AXES = {
+    "kind": tuple(range(len(IN_LAYOUTS))),
+    "causal": (True, False),
+    "kv_heads": (4, 2, 1),
+    "dtype": (torch.float32, torch.float64),
+    "world": (2, 3, 4),
+    # Twice as many ranks divide 48. With 67 the last rank holds fewer tokens, and all
+    # an odd number; 9 are barely two for each; with 2 some ranks hold none.
+    "seq": (48, 67, 9, 2),
+    "value_dim": (None, 5),
+}
 
 
-def run_and_check(pools, case):
-    check_case(case, pools[case.world].run(run_case, case)[0])
+def exchanged(values: Changes) -> AttentionCase:
+    heads, kv_heads = values.pop("heads, kv_heads")
+    return AttentionCase(heads=heads, kv_heads=kv_heads, **values)
 
 
-@pytest.mark.parametrize(
-    "case", [AttentionCase(**values) for values in selected_cases(AXES)], ids=str
-)
-def test_forward_and_gradients(pools, case):
-    run_and_check(pools, case)
+def laid_out(values: Changes) -> AttentionCase:
+    return AttentionCase(**IN_LAYOUTS[values.pop("kind")], **values)
 
 
-@pytest.mark.parametrize(("strategy", "entry"), BOTH)
-@pytest.mark.parametrize("scale", [0.5, 0.01])
-def test_scale(pools, strategy, entry, scale):
-    run_and_check(pools, AttentionCase(strategy, entry, scale=scale))
+def each(
+    kinds: Sequence[Changes], *variants: Changes, **fixed: Any
+) -> list[AttentionCase]:
+    """A case of every kind and variant."""
+    return [AttentionCase(**kind | x | fixed) for x in variants for kind in kinds]
 
 
-@pytest.mark.parametrize(("strategy", "entry"), BOTH)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [7, 80])
-def test_head_dim(pools, strategy, entry, dtype, head_dim):
-    run_and_check(
-        pools,
-        AttentionCase(strategy, entry, dtype=dtype, head_dim=head_dim, world=3),
+LENGTHS = [(30, 67), (67, 30), (5, 64), (64, 2), (30, 31)]  # of queries and of keys
+CROSSED = [
+    {"seq": q, "kv_seq": k, "causal": causal}
+    for q, k in LENGTHS
+    for causal in (True, False)
+]
+ONE_WHOLE = [
+    {"q_placement": q, "kv_placement": kv, "causal": causal}
+    for q, kv in ((Replicate(), Shard(2)), (Shard(2), Replicate()))
+    for causal in (True, False)
+]
+HEAD_DIMS = [
+    {"head_dim": dim, "dtype": dtype}
+    for dim in (7, 80)
+    for dtype in (torch.float32, torch.bfloat16)
+]
+PLACEMENTS = ("q_placement", "kv_placement")
+SCALES: list[Changes] = [{"scale": 0.5}, {"scale": 0.01}]
+VALUE_DIMS: list[Changes] = [{"value_dim": 5}, {"value_dim": 24}]
+
+# Query heads, key heads, ranks: keys that travel with each group of heads, once for
+# several groups, and in copies.
+SPLITS = [
+    *((8, 8, 2), (8, 4, 2), (8, 2, 2), (8, 1, 2)),
+    *((12, 2, 3), (12, 6, 3), (16, 2, 4), (16, 8, 4)),
+]
+SIZES: list[Changes] = [
+    {"seq": 64, "dtype": torch.float64},
+    {"seq": 67, "dtype": torch.bfloat16, "causal": False},
+    {"seq": 3},
+]
+
+
+def in_groups() -> list[AttentionCase]:
+    """Heads that are exchanged a few at a time; and more groups than there can be."""
+    kind: list[Changes] = [{"strategy": "ulysses"}]
+    found = each(
+        kind,
+        *({"heads": h, "head_groups": g} for h, g in ((8, 3), (6, 2), (2, 4))),
+        kv_heads=2,
     )
+    for number, (heads, kv_heads, world) in enumerate(SPLITS):
+        sizes = islice(cycle(SIZES), number % 3, number % 3 + 2)
+        given = {"heads": heads, "kv_heads": kv_heads, "world": world}
+        found += each(
+            kind,
+            *(
+                size | {"head_groups": count}
+                for size in list(sizes)
+                for count in group_counts(heads, kv_heads, world)
+            ),
+            **given,
+        )
+    return found
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-@pytest.mark.parametrize("value_dim", [5, 24])
-def test_values_of_another_dim(pools, strategy, value_dim):
-    """Operators only: aten's CPU flash kernel, behind the eager entry, wants one."""
-    run_and_check(pools, AttentionCase(strategy, value_dim=value_dim, kv_heads=2))
-
-
-@pytest.mark.parametrize(("strategy", "entry"), BOTH)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("seq", "kv_seq"), [(30, 67), (67, 30), (5, 64), (64, 2)])
-def test_cross_attention(pools, strategy, entry, causal, seq, kv_seq):
-    run_and_check(
-        pools, AttentionCase(strategy, entry, causal, seq=seq, kv_seq=kv_seq, world=3)
-    )
-
-
-@pytest.mark.parametrize(("strategy", "entry"), BOTH)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("q_placement", "kv_placement"),
-    [(Replicate(), Shard(2)), (Shard(2), Replicate())],
-    ids=["q whole", "kv whole"],
-)
-def test_one_side_replicated(pools, strategy, entry, causal, q_placement, kv_placement):
-    run_and_check(
-        pools,
-        AttentionCase(
-            strategy,
-            entry,
-            causal,
-            q_placement=q_placement,
-            kv_placement=kv_placement,
-        ),
-    )
-
-
-@pytest.mark.parametrize("entry", ["operator", "eager"])
-@pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("placements", TWO_AXES, ids=str)
-def test_two_mesh_axes(pools, entry, kv_heads, placements):
-    case = AttentionCase(entry=entry, kv_heads=kv_heads, seq=67, world=4)
-    check_case(case, pools[4].run(run_on_two_axes, case, placements)[0])
-
-
-@pytest.mark.parametrize(
-    "placements",
-    [
-        (Shard(0), Shard(0)),
-        (Shard(0), Shard(1)),
-        (Shard(1), Replicate()),
+CASES = {
+    "pairs": [AttentionCase(**values) for values in selected_cases(AXES)],
+    "exchanges": [*map(exchanged, selected_cases(EXCHANGE_AXES))],
+    "layouts": [*map(laid_out, selected_cases(LAYOUT_AXES))],
+    "groups of heads": in_groups(),
+    "scale": [*each(OPERATOR_AND_EAGER, *SCALES), *each(EXCHANGES, *SCALES, world=4)],
+    "head dim": [
+        *each(OPERATOR_AND_EAGER, *HEAD_DIMS, world=3),
+        *each(EXCHANGES, *HEAD_DIMS, world=4),
     ],
-    ids=str,
+    # Operators only: aten's CPU flash kernel, behind the eager entry, wants one.
+    "value dim": each(
+        [{"strategy": "ring"}, {"strategy": "all_gather"}, *EXCHANGES],
+        *VALUE_DIMS,
+        kv_heads=2,
+    ),
+    "crossed": [
+        *each(OPERATOR_AND_EAGER, *CROSSED, world=3),
+        *(
+            case
+            for dtype in (torch.float32, torch.bfloat16)
+            for case in each(EXCHANGES, *CROSSED, world=4, dtype=dtype)
+        ),
+        *each(IN_LAYOUTS, {"causal": False}, seq=30, kv_seq=67, world=4),
+    ],
+    "placements": [
+        *each(OPERATOR_AND_EAGER, *ONE_WHOLE),
+        *each(EXCHANGES, *ONE_WHOLE[::2]),
+        *each(EXCHANGES, {"q_placement": Shard(1), "kv_placement": Shard(0)}),
+        *each(
+            IN_LAYOUTS, {"q_placement": Replicate(), "kv_placement": Shard(1)}, seq=37
+        ),
+    ],
+    "eager, not by tokens": [
+        *each(
+            [{"entry": "eager"}],
+            *(
+                {"q_placement": x, "kv_placement": x, "kv_heads": heads, "causal": c}
+                for x in (Shard(0), Shard(1), Replicate())
+                for heads in (4, 2, 1)
+                for c in (True, False)
+            ),
+            *({"batch": n, **dict.fromkeys(PLACEMENTS, Shard(0))} for n in (1, 3)),
+        ),
+    ],
+    # Of 5 tokens the ranks hold 2, 2, 1 and 0; of 4 they hold one each.
+    "causal on four": each(
+        IN_LAYOUTS,
+        *({"seq": seq} for seq in (67, 5, 4)),
+        world=4,
+        value_dim=5,
+        kv_heads=2,
+        dtype=torch.float64,
+    ),
+    "hybrids without a ring or an exchange": each(
+        [{"strategy": "hybrid", "layout": Layout.ZIGZAG, "world": 4}],
+        *({"ulysses": degree, "seq": seq} for degree in (1, 4) for seq in (64, 61)),
+    ),
+}
+NAMED = [(f"{name}-{case}", case) for name, found in CASES.items() for case in found]
+
+
+def check_on_ranks(case: AttentionCase, attended: Attended | None) -> None:
+    """Compare on rank 0, which has whole tensors."""
+    if attended is not None:
+        check_case(case, attended)
+
+
+@pytest.mark.parametrize("case", [x for _, x in NAMED], ids=[name for name, _ in NAMED])
+@on_ranks(lambda case: case.world)
+def test_forward_and_gradients(case):
+    check_on_ranks(case, run_case(case))
+
+
+@pytest.mark.parametrize(
+    "case", each(IN_LAYOUTS, {"seq": 37, "world": 4, "kv_heads": 2}), ids=str
 )
-def test_two_mesh_axes_without_sequence_sharding(pools, placements):
-    """The batch of 2 divides by each axis but not by both together."""
-    case = AttentionCase(entry="eager", world=4)
-    check_case(case, pools[4].run(run_on_two_axes, case, placements)[0])
+@on_ranks(4)
+def test_two_kernels_of_the_backward(case):
+    """One for dk and dv, one for dq, as the templates are; here of matrix products."""
+    kernels = SimpleNamespace(TEMPLATE=StepKernel.MATH)
+    with ExitStack() as stack:
+        stack.enter_context(config.patch(step_kernel=StepKernel.MATH.value))
+        for name in ("ring_steps", "all_gather_attention"):
+            module = import_module(f"cpcompile.ops.strategies.{name}")
+            stack.enter_context(mock.patch.object(module, "StepKernel", kernels))
+        check_on_ranks(case, run_case(case))
 
 
-def run_on_two_axes(case, placements):
-    """`case` on a mesh (2, 2); the operator's group is the axis with the sequence."""
-    mesh = square_mesh()
+ON_TWO_AXES = [
+    (case, placements)
+    for kv_heads in (4, 1)
+    for placements in TWO_AXES
+    for case in each(
+        [
+            {"world": 4},
+            {"entry": "eager", "world": 4},
+            *(x | {"world": 2} for x in EXCHANGES),
+        ],
+        {"kv_heads": kv_heads, "seq": 67},
+    )
+]
+# The batch of 2 divides by each axis but not by both together.
+ON_TWO_AXES += [
+    (AttentionCase(entry="eager", world=4), placements)
+    for placements in (
+        *((Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Replicate())),
+    )
+]
+
+
+@pytest.mark.parametrize(("case", "placements"), ON_TWO_AXES, ids=str)
+@on_ranks(4)
+def test_two_mesh_axes(case, placements):
+    """The operator's group is the axis with the sequence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "other"))
     q, k, v, grad = (
         distribute_tensor(x, mesh, placements, src_data_rank=None).requires_grad_()
         for x in make_inputs(case)
     )
     if case.entry == "operator":
-        op = attention(case.strategy)
-        group = mesh.get_group(placements.index(Shard(2))).group_name
-        scale = case.head_dim**-0.5
-        out = op(q, k, v, case.seq, case.seq, case.causal, scale, group)[0]
+        out = call_operator(case, mesh, placements.index(Shard(2)), q, k, v)
     else:
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=case.causal, enable_gqa=case.kv_heads != case.heads
         )
     grads = torch.autograd.grad(out, (q, k, v), grad.detach())
-    return Attended(*(x.full_tensor() for x in (out.detach(), *grads)))
+    check_case(case, Attended(*(x.full_tensor() for x in (out.detach(), *grads))))
 
 
-@functools.cache
-def square_mesh():
-    return init_device_mesh("cpu", (2, 2))
-
-
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_rows_without_keys_are_zero(pools, strategy, causal):
-    case = AttentionCase(strategy, causal=causal, kv_seq=0, world=3)
-    got = pools[3].run(run_case, case)[0]
-    assert got.out.shape == (2, 4, 64, 16) and not got.out.any()
-    assert not got.dq.any()
-    assert got.dk.shape == got.dv.shape == (2, 4, 0, 16)
+@pytest.mark.parametrize(
+    "kind", [{"strategy": "ring"}, {"strategy": "all_gather"}, *EXCHANGES], ids=str
+)
+@on_ranks(4)
+def test_rows_without_keys_are_zero(kind, causal):
+    got = run_case(AttentionCase(**kind, causal=causal, kv_seq=0, world=4))
+    if got is not None:
+        assert got.out.shape == (2, 4, 64, 16) and not got.out.any()
+        assert not got.dq.any()
+        assert got.dk.shape == got.dv.shape == (2, 4, 0, 16)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_log_sum_exp(pools, strategy, world):
+@on_ranks("world")
+def test_the_log_sum_exp(strategy, world):
     case = AttentionCase(strategy, world=world, seq=67, dtype=torch.float64)
-    lse = pools[world].run(run_log_sum_exp, case)[0]
+    q, k, v = distributed_inputs(case)[:3]
+    group = sequence_mesh(world).get_group().group_name
+    rest = (case.seq, case.seq, case.causal, case.head_dim**-0.5, group)
+    lse = attention(strategy)(q, k, v, *rest)[1].full_tensor()
     q, k, _, _ = make_inputs(case)
     scores = (q @ k.mT) * case.head_dim**-0.5
     hidden = torch.ones(67, 67, dtype=torch.bool).triu(1)
@@ -173,12 +321,77 @@ def test_the_log_sum_exp(pools, strategy, world):
     assert_close("lse", lse, expected, floor=OPERAND_SCALE)
 
 
-def run_log_sum_exp(case):
-    q, k, v = distributed_inputs(case)[:3]
-    op = attention(case.strategy)
-    group = sequence_mesh(case.world).get_group().group_name
-    scale = case.head_dim**-0.5
-    return op(q, k, v, case.seq, case.seq, case.causal, scale, group)[1].full_tensor()
+@pytest.mark.parametrize("kind", EXCHANGES, ids=str)
+@on_ranks(4)
+def test_without_gradients_on_a_mesh_without_names(kind):
+    case = AttentionCase(**kind, world=4, seq=67)
+    plain = run_case(case)
+    with torch.inference_mode():
+        mesh = init_device_mesh("cpu", (case.world,))
+        q, k, v = (
+            distribute_tensor(x, mesh, [Shard(2)], src_data_rank=None)
+            for x in make_inputs(case)[:3]
+        )
+        out = call_operator(case, mesh, 0, q, k, v).full_tensor()
+    assert plain is None or torch.equal(out, plain.out)
+
+
+def test_group_counts():
+    assert group_counts(32, 8, 8) == [2, 4]
+    assert group_counts(32, 32, 8) == [2, 4]
+    assert group_counts(24, 4, 4) == [2, 3, 6]
+    assert group_counts(12, 4, 3) == [2, 4]
+    assert group_counts(6, 6, 4) == []  # ranks would have other numbers of heads
+    assert group_counts(8, 8, 8) == group_counts(0, 0, 2) == []
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), SPLITS)
+def test_a_group_reads_whole_heads_of_keys(heads, kv_heads, ranks):
+    split = HeadSplit(heads, kv_heads, ranks)
+    run = split.per_rank // split.kv_per_rank
+    for count in group_counts(heads, kv_heads, ranks):
+        own = split.per_rank // count
+        for first in range(0, split.per_rank, own):
+            read = {head // run for head in range(first, first + own)}
+            readers = [h for h in range(split.per_rank) if h // run in read]
+            assert own >= run or len(read) == 1
+            assert own < run or len(readers) == own
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-13), (torch.bfloat16, 0.04)]
+)
+@on_ranks(2)
+def test_sinks_and_the_log_sum_exp_of_groups_of_heads(dtype, limit):
+    """In bfloat16, whose log-sum-exp is float32, each result has its own message."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    whole = [normal(2, 8, 37, 16), normal(2, 4, 37, 16), normal(2, 4, 37, 16)]
+    whole_sinks, grads = normal(8), [normal(2, 8, 37, 16), normal(2, 8, 37)]
+    found = []
+    for head_groups in (1, 2, 4):
+        leaves = [
+            distribute_tensor(x, mesh, [placement], src_data_rank=None).requires_grad_()
+            for x, placement in zip(
+                [*whole, whole_sinks], [*[Shard(2)] * 3, Replicate()], strict=True
+            )
+        ]
+        group = mesh.get_group(0).group_name
+        given = {"sinks": leaves[3], "wants_lse": True, "head_groups": head_groups}
+        results = attention("ulysses")(*leaves[:3], 37, 37, True, 0.25, group, **given)
+        given = [
+            distribute_tensor(grad.to(x.dtype), mesh, x.placements, src_data_rank=None)
+            for grad, x in zip(grads, results, strict=True)
+        ]
+        all_of = [*results, *torch.autograd.grad(results, leaves, given)]
+        found.append([x.full_tensor().detach() for x in all_of])
+    for other in found[1:]:
+        for x, y in zip(found[0], other, strict=True):
+            assert (x - y).abs().max() <= limit
 
 
 def test_reference_is_the_softmax():

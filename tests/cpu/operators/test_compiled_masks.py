@@ -11,6 +11,7 @@ from cpcompile.geometry import mask_blocks, mask_cache
 from cpcompile.geometry.mask_blocks import seen_runs
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
+from tests.cpu.on_ranks import on_ranks
 from tests.support import bounds
 
 STRATEGIES = ("ring", "all_gather", "ulysses", "hybrid")
@@ -61,8 +62,10 @@ def test_one_program_for_all_lengths(pools, strategy):
     assert pools[2].run(run_lengths, strategy) == [(1, 0.0)] * 2
 
 
-def run_layers(constant):
-    """How often two layers look at their mask in two steps, and the largest error."""
+@pytest.mark.parametrize("constant", [True, False])
+@on_ranks(2)
+def test_a_constant_mask_is_looked_at_in_the_first_step(constant):
+    """Once for all layers, see mask_cache.py; and perhaps once for a plan."""
     length, looks = 24, []
     row = torch.arange(length)
     window = (row <= row[:, None]) & (row > row[:, None] - 5)
@@ -97,15 +100,9 @@ def run_layers(constant):
             looks.append(0)
             found += bounds.deviations(step(compiled, x), exact, rough)
     in_steps = "".join(map(str, looks)).split("0")
-    return [len(each) for each in in_steps[1:]], found
-
-
-@pytest.mark.parametrize("constant", [True, False])
-def test_a_constant_mask_is_looked_at_in_the_first_step(pools, constant):
-    """Once for all layers, see mask_cache.py; and perhaps once for a plan."""
-    for (first, second), found in pools[2].run(run_layers, constant):
-        if constant:
-            assert first in (1, 2) and second == 0
-        else:
-            assert (first, second) == (4, 4)
-        bounds.check(found)
+    first, second = (len(each) for each in in_steps[1:])
+    if constant:
+        assert first in (1, 2) and second == 0
+    else:
+        assert (first, second) == (4, 4)
+    bounds.check(found)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import cpcompile as cp
 from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import OPERAND_SCALE, Deviation, check, deviation
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import OPERAND_SCALE, check, deviation
 
 # B, H, queries, keys, D
 SHAPES = {
@@ -44,7 +45,11 @@ def differentiated(function, tensors: list[Tensor]) -> list[Tensor]:
     return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in (out, *grads)]
 
 
-def run(shape: str, strategy: str, door: str) -> list[Deviation]:
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.parametrize("strategy", ["auto", "ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("shape", SHAPES)
+@on_ranks(2)
+def test_nothing_is_that_of_one_device(shape, strategy, door):
     B, H, R, K, D = SHAPES[shape]
     torch.manual_seed(0)
     tensors = [torch.randn(B, H, n, D) for n in (R, K, K)]
@@ -72,12 +77,4 @@ def run(shape: str, strategy: str, door: str) -> list[Deviation]:
         names = [f"{kind}: {name}" for name in ("out", "dq", "dk", "dv")]
         for name, *each in zip(names, *values, strict=True):
             found.append(deviation(name, *each, floor=OPERAND_SCALE))
-    return found
-
-
-@pytest.mark.parametrize("door", ["plain", "dtensor"])
-@pytest.mark.parametrize("strategy", ["auto", "ring", "all_gather", "ulysses"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_is_that_of_one_device(pools, shape, strategy, door):
-    for found in pools[2].run(run, shape, strategy, door, timeout=60):
-        check(found)
+    check(found)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from cpcompile.ops.comm import communication
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 
 SEQ, HEADS, COPIES = 36, 6, 3
 
@@ -58,7 +59,9 @@ def counted_elements(sent: list[int]) -> Iterator[None]:
         yield
 
 
-def run_counted(strategy: str) -> tuple[int, int]:
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@on_ranks(2)
+def test_what_is_sent_shrinks_with_the_copies(strategy):
     """Elements sent in a forward and backward, folded and not."""
     totals = []
     for repeat in (folded, tiled):
@@ -77,14 +80,10 @@ def run_counted(strategy: str) -> tuple[int, int]:
         with counted_elements(sent):
             step(*inputs).square().sum().backward()
         totals.append(sum(sent))
-    return totals[0], totals[1]
-
-
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
-def test_what_is_sent_shrinks_with_the_copies(pools, strategy):
-    for few, many in pools[2].run(run_counted, strategy, timeout=60):
-        assert many > 0
-        if strategy == "ulysses":  # sends queries and results too, of as many heads
-            assert few == many // 2 + many // 2 // COPIES
-        else:
-            assert few * COPIES == many
+    few = totals[0]
+    many = totals[1]
+    assert many > 0
+    if strategy == "ulysses":  # sends queries and results too, of as many heads
+        assert few == many // 2 + many // 2 // COPIES
+    else:
+        assert few * COPIES == many

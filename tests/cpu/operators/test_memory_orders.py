@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.operator_cases import Call, calls, registered
 from tests.support.bounds import deviation
 from tests.support.memory_orders import arrangements
@@ -68,19 +69,6 @@ def places(x: Tensor) -> tuple:
     return x.dtype, tuple(x.shape), strides
 
 
-def run_all(dtype: torch.dtype, once: bool) -> tuple[list[str], set[str]]:
-    """What is wrong, and the operators that were called; each `once`, or all calls."""
-    exact = list(calls(torch.float64))
-    found, names, seen = [], set(), set()
-    for call, wanted in zip(calls(dtype), exact, strict=True):
-        if once and call.name in seen:
-            continue
-        found += faults(call, wanted)
-        seen.add(call.name)
-        names |= set(call.names)
-    return found, names
-
-
 @pytest.mark.parametrize(
     ("dtype", "world", "once"),
     [
@@ -90,7 +78,16 @@ def run_all(dtype: torch.dtype, once: bool) -> tuple[list[str], set[str]]:
     ],
 )
 @pytest.mark.timeout(360)
-def test_every_operator(pools, dtype, world, once):
-    for found, names in pools[world].run(run_all, dtype, once, timeout=300):
-        assert not found, "\n".join([f"{len(found)} faults", *found[:20]])
-        assert names == registered(), "each operator needs a call in operator_cases.py"
+@on_ranks("world", timeout=300)
+def test_every_operator(dtype, world, once):
+    """What is wrong, and the operators that were called; each `once`, or all calls."""
+    exact = list(calls(torch.float64))
+    found, names, seen = [], set(), set()
+    for call, wanted in zip(calls(dtype), exact, strict=True):
+        if once and call.name in seen:
+            continue
+        found += faults(call, wanted)
+        seen.add(call.name)
+        names |= set(call.names)
+    assert not found, "\n".join([f"{len(found)} faults", *found[:20]])
+    assert names == registered(), "each operator needs a call in operator_cases.py"

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import OPERAND_SCALE, deviation
 
 BATCH, HEADS, DIM = 1, 2, 8
@@ -116,7 +117,11 @@ def faults(
     return found
 
 
-def run(strategy: str, length: int, mask: str) -> list[str]:
+@pytest.mark.parametrize("length", [16, 48])
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@on_ranks(2)
+def test_what_is_not_finite_is_that_of_one_device(strategy, length, mask):
     torch._dynamo.reset()
     options = {"mesh": sequence_mesh(2), "strategy": strategy, "inner": "aot_eager"}
     causal = mask == "causal"
@@ -140,12 +145,4 @@ def run(strategy: str, length: int, mask: str) -> list[str]:
                 wrong = faults(differentiated(attend, tensors), references, rough)
                 place = f"{value} in {name} at {position}"
                 found += [f"{place}: {x}" for x in wrong]
-    return found
-
-
-@pytest.mark.parametrize("length", [16, 48])
-@pytest.mark.parametrize("mask", ["none", "causal", "window"])
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
-def test_what_is_not_finite_is_that_of_one_device(pools, strategy, length, mask):
-    for found in pools[2].run(run, strategy, length, mask, timeout=90):
-        assert not found, "\n".join(found)
+    assert not found, "\n".join(found)

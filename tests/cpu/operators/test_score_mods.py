@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from cpcompile.geometry.layout import Layout, TokenLayout
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.masked_cases import MaskedCase
+from tests.cpu.on_ranks import on_ranks
 from tests.support.attention_calls import attention
 from tests.support.bounds import assert_close
 from tests.support.score_programs import packed, text_of, waved, whole
@@ -29,7 +30,7 @@ def results(out, lse, leaves):
     return [out.detach(), lse.detach(), *(x.grad for x in leaves)]
 
 
-def on_ranks(case):
+def on_every_rank(case):
     mesh = sequence_mesh(case.world)
     layout = TokenLayout.of(case.layout, case.seq, case.world)
     order, back = layout.permutation(), layout.inverse()
@@ -65,11 +66,12 @@ def on_ranks(case):
         ("hybrid", 4, 31, "contiguous", 1),
     ],
 )
-def test_against_one_process(pools, strategy, world, seq, layout, groups):
+@on_ranks("world")
+def test_against_one_process(strategy, world, seq, layout, groups):
     sizes = {"world": world, "seq": seq, "layout": Layout(layout)}
     sizes["head_groups"] = groups
     case = MaskedCase("none", strategy, torch.float64, **sizes)
-    got = pools[world].run(on_ranks, case)[0]
+    got = on_every_rank(case)
     q, k, v, _ = case.operands()
     own = captured()
     leaves = [x.requires_grad_() for x in (q, k, v)]

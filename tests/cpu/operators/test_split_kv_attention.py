@@ -24,6 +24,7 @@ from tests.cpu.attention_cases import (
 )
 from tests.cpu.masked_cases import MaskedCase, expected
 from tests.cpu.masks import MASKS
+from tests.cpu.on_ranks import on_ranks
 from tests.support.attention_calls import attention
 from tests.support.bounds import check, deviation
 from tests.support.pairwise import selected_cases
@@ -89,10 +90,6 @@ def run_masked(case: MaskedCase) -> Tensor:
     return attend(case.operands()[:3], fields, False, case.world)[0]
 
 
-def run_unmasked(case: AttentionCase) -> tuple[Tensor, Tensor]:
-    return attend(make_inputs(case)[:3], (None,) * 4, case.causal, case.world)
-
-
 @pytest.mark.parametrize(
     "case", [MaskedCase(**values) for values in selected_cases(AXES)], ids=str
 )
@@ -112,23 +109,24 @@ def test_under_a_mask(pools, case: MaskedCase) -> None:
 @pytest.mark.parametrize(
     "case", [AttentionCase(**values) for values in selected_cases(UNMASKED)], ids=str
 )
-def test_without_a_mask(pools, case: AttentionCase) -> None:
+@on_ranks(lambda case: case.world)
+def test_without_a_mask(case: AttentionCase) -> None:
     inputs, causal = make_inputs(case), case.causal
     exact = attend_in_one_process(inputs, causal, None, torch.float64)
     rough = attend_in_one_process(inputs, causal, None, case.dtype)
-    for out, lse in pools[case.world].run(run_unmasked, case):
-        limit = tolerance(exact.out, rough.out)
-        found = [deviation("out", out, exact.out, limit=limit)]
-        q, k = (x.double() for x in inputs[:2])
-        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-        scores = scores * q.shape[-1] ** -0.5
-        if causal:
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        whole = scores.logsumexp(-1)
-        limit = lse_tolerance(case.dtype, whole, whole.float())
-        found.append(deviation("lse", lse, whole, limit=limit))
-        check(found)
+    out, lse = attend(make_inputs(case)[:3], (None,) * 4, case.causal, case.world)
+    limit = tolerance(exact.out, rough.out)
+    found = [deviation("out", out, exact.out, limit=limit)]
+    q, k = (x.double() for x in inputs[:2])
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    scores = scores * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    whole = scores.logsumexp(-1)
+    limit = lse_tolerance(case.dtype, whole, whole.float())
+    found.append(deviation("lse", lse, whole, limit=limit))
+    check(found)
 
 
 def run_in_parts(case: MaskedCase) -> Tensor:
@@ -137,12 +135,12 @@ def run_in_parts(case: MaskedCase) -> Tensor:
 
 
 @pytest.mark.parametrize("mask", ["window", "holes", "bias", "nothing"])
-def test_keys_are_converted_in_parts(pools, mask: str) -> None:
+@on_ranks(2)
+def test_keys_are_converted_in_parts(mask: str) -> None:
     """Plain math holds some keys in the accumulation dtype at a time."""
     case = MaskedCase(mask, dtype=torch.float64, seq=2, kv_seq=67, kv_heads=1)
     exact = expected(case, torch.float64)[0]
-    for got in pools[2].run(run_in_parts, case):
-        check([deviation("out", got, exact, limit=tolerance(exact, exact))])
+    check([deviation("out", run_in_parts(case), exact, limit=tolerance(exact, exact))])
 
 
 def run_wrong(lengths: tuple[int, int]) -> str:
@@ -160,6 +158,7 @@ def run_wrong(lengths: tuple[int, int]) -> str:
     ("lengths", "said"),
     [((2, 6), "needs 2 queries"), ((1, 8), "needs 4 keys")],
 )
-def test_operands_of_other_lengths(pools, lengths, said) -> None:
-    for text in pools[2].run(run_wrong, lengths):
-        assert said in text and "got q (1, 2, 1, 4), k (1, 2, 3, 4)" in text
+@on_ranks(2)
+def test_operands_of_other_lengths(lengths, said) -> None:
+    text = run_wrong(lengths)
+    assert said in text and "got q (1, 2, 1, 4), k (1, 2, 3, 4)" in text
