@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Chunks
+from tests.cpu.on_ranks import on_ranks
 from tests.support.whole_sequences import normal
 
 
@@ -23,7 +24,14 @@ def exchange(x, source, target, whole):
     return torch.ops.cp.dim_exchange(x, source, sizes[0], target, sizes[1], group)
 
 
-def run_values(shape, dtype):
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool]
+)
+@pytest.mark.parametrize("shape", [(4, 6, 8), (5, 7, 3), (1, 9, 2), (2, 0, 4)])
+@pytest.mark.parametrize("world", [2, 3, 4])
+@on_ranks("world")
+def test_values(world, shape, dtype):
+    """Sizes that the ranks divide or not, fewer entries than ranks, and none."""
     whole = normal(shape, dtype)
     for source, target in itertools.permutations(range(len(shape)), 2):
         x = local(whole, source)
@@ -34,16 +42,6 @@ def run_values(shape, dtype):
         assert torch.equal(exchange(found, target, source, whole), x)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool]
-)
-@pytest.mark.parametrize("shape", [(4, 6, 8), (5, 7, 3), (1, 9, 2), (2, 0, 4)])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_values(pools, world, shape, dtype):
-    """Sizes that the ranks divide or not, fewer entries than ranks, and none."""
-    pools[world].run(run_values, shape, dtype)
-
-
 def run_gradients(shape):
     whole, weight = normal(shape, torch.float64), normal(shape, torch.float64).cos()
     x = local(whole, 1).clone().requires_grad_()
@@ -51,11 +49,13 @@ def run_gradients(shape):
     assert torch.equal(x.grad, local(weight, 1))
 
 
-def test_gradients_go_the_way_back(pools):
-    pools[3].run(run_gradients, (2, 7, 5))
+@on_ranks(3)
+def test_gradients_go_the_way_back():
+    run_gradients((2, 7, 5))
 
 
-def run_refused():
+@on_ranks(2)
+def test_other_operands_are_refused():
     whole = normal((2, 6, 4), torch.float64)
     with pytest.raises(
         ValueError, match=r"got dimensions 1 and 1 .* needed two of its"
@@ -63,7 +63,3 @@ def run_refused():
         exchange(local(whole, 1), 1, 1, whole)
     with pytest.raises(ValueError, match="needed 3 entries on dim 1 and 4 on dim 2"):
         exchange(whole, 1, 2, whole)
-
-
-def test_other_operands_are_refused(pools):
-    pools[2].run(run_refused)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Chunks
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import assert_close
 from tests.support.whole_sequences import normal
 
@@ -30,7 +31,16 @@ def padded(whole: Tensor, dim: int, halo: tuple[int, int], rank: int) -> Tensor:
     return found if count else torch.zeros_like(found)
 
 
-def run(length: int, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.int64],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
+@on_ranks("world")
+def test_tokens_and_gradients(dtype, dim, length, world) -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     ranks = dist.get_world_size()
     chunks = Chunks(length, ranks)
@@ -54,15 +64,3 @@ def run(length: int, dim: int, dtype: torch.dtype) -> None:
                 result.backward(normal(result.shape, dtype, each).double())
         grad = leaf.grad.movedim(dim, 0)[own].movedim(0, dim)
         assert_close("gradient", x.grad, grad, grad.to(dtype))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.bfloat16, torch.int64],
-    ids=lambda dtype: str(dtype).removeprefix("torch."),
-)
-def test_tokens_and_gradients(pools, dtype, dim, length, world) -> None:
-    pools[world].run(run, length, dim, dtype)

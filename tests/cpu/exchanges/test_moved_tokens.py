@@ -18,6 +18,7 @@ import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry import token_pieces
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ops.comm.moved_tokens import WHOLE
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import assert_close
 from tests.support.whole_sequences import normal
 
@@ -117,5 +118,6 @@ CASES = [
 @pytest.mark.parametrize("world", [2, 3, 4, 1])
 @pytest.mark.parametrize("length", [17, 24, 5])
 @pytest.mark.parametrize(("kind", "layouts"), dict.fromkeys(CASES))
-def test_tokens_and_gradients(pools, kind, layouts, length, world, dtype) -> None:
-    pools[world].run(run, kind, length, layouts, dtype)
+@on_ranks("world")
+def test_tokens_and_gradients(kind, layouts, length, world, dtype) -> None:
+    run(kind, length, layouts, dtype)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Chunks, Layout, TokenLayout
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import assert_close
 from tests.support.whole_sequences import normal, permuted
 
@@ -73,17 +74,20 @@ def lengths(world):
 @pytest.mark.parametrize(
     ("world", "length"), [(w, length) for w in WORLDS for length in lengths(w)]
 )
-def test_values(pools, world, length):
+@on_ranks("world")
+def test_values(world, length):
     for dim in (0, 1, 2):
-        pools[world].run(move_all, length, dim, torch.float64)
+        move_all(length, dim, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(pools, dtype):
-    pools[3].run(move_all, 67, 1, dtype)
+@on_ranks(3)
+def test_dtypes(dtype):
+    move_all(67, 1, dtype)
 
 
-def move_odd_shapes():
+@on_ranks(3)
+def test_odd_shapes():
     """Token ids without another dimension, and tokens without elements."""
     for shape in ((67,), (67, 0), (0, 67)):
         dim = shape.index(67)
@@ -95,22 +99,16 @@ def move_odd_shapes():
             assert same(moved, local(whole, dim, target))
 
 
-def test_odd_shapes(pools):
-    pools[3].run(move_odd_shapes)
-
-
-def move_conjugated():
+@on_ranks(2)
+def test_conjugate_views():
     whole = normal((67, 2), torch.complex64)
     x = local(whole, 0, Layout.FOLD).conj()
     moved = move(x, 0, 67, Layout.FOLD, Layout.ZIGZAG)
     assert torch.equal(moved, local(whole, 0, Layout.ZIGZAG).conj())
 
 
-def test_conjugate_views(pools):
-    pools[2].run(move_conjugated)
-
-
-def move_twice_in_other_modes():
+@on_ranks(2)
+def test_inference_mode_and_training():
     """What is remembered from inference mode serves training."""
     whole = normal((38, 2))
     pair = Layout.STRIPED, Layout.FOLD
@@ -122,30 +120,26 @@ def move_twice_in_other_modes():
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
-def test_inference_mode_and_training(pools):
-    pools[2].run(move_twice_in_other_modes)
-
-
-def differentiate(length, dim):
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("length", [64, 67, 5])
+@on_ranks("world")
+def test_gradients(world, length):
     """sum(w * y**3), where y is x in another layout, and its gradient."""
-    x, w, v = (normal(shape_of(length, dim), seed=seed) for seed in range(3))
+    x, w, v = (normal(shape_of(length, 1), seed=seed) for seed in range(3))
     for source, target in PAIRS:
-        leaf = local(x, dim, source).requires_grad_()
-        y = move(leaf, dim, length, source, target)
-        loss = (local(w, dim, target) * y**3).sum()
+        leaf = local(x, 1, source).requires_grad_()
+        y = move(leaf, 1, length, source, target)
+        loss = (local(w, 1, target) * y**3).sum()
         (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        assert_close("grad", grad, local(3 * w * x**2, dim, source))
-        (second,) = torch.autograd.grad((grad * local(v, dim, source)).sum(), leaf)
-        assert_close("second", second, local(6 * w * x * v, dim, source))
+        assert_close("grad", grad, local(3 * w * x**2, 1, source))
+        (second,) = torch.autograd.grad((grad * local(v, 1, source)).sum(), leaf)
+        assert_close("second", second, local(6 * w * x * v, 1, source))
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("length", [64, 67, 5])
-def test_gradients(pools, world, length):
-    pools[world].run(differentiate, length, 1)
-
-
-def check_messages(length):
+@pytest.mark.parametrize("length", [64, 67, 3])
+@on_ranks("world")
+def test_only_what_moves_is_sent(world, length):
     """One exchange for each pair, of the tokens that change their rank, by rank."""
     ranks, rank = range(dist.get_world_size()), dist.get_rank()
     whole = normal(shape_of(length, 1), torch.float32)
@@ -175,19 +169,10 @@ def check_messages(length):
         assert received.nbytes == token_bytes * len(after[rank] - before[rank])
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("length", [64, 67, 3])
-def test_only_what_moves_is_sent(pools, world, length):
-    pools[world].run(check_messages, length)
-
-
-def check_operator():
+@on_ranks(2)
+def test_opcheck():
     for dtype in (torch.float32, torch.int64):
         x = normal((2, 4, 3)).to(dtype).requires_grad_(dtype is torch.float32)
         group = dist.group.WORLD.group_name
         args = (x, 1, 8, "contiguous", "zigzag", group)
         torch.library.opcheck(relayout.default, args)
-
-
-def test_opcheck(pools):
-    pools[2].run(check_operator)

@@ -1,16 +1,14 @@
 """cp::relayout on DTensors and in compiled programs, between what may be fused."""
 
-import functools
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Layout
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import assert_close
 from tests.support.whole_sequences import normal, permuted
 
@@ -68,38 +66,25 @@ def run_there_and_back(mesh, placements, shape, backend, plain=False):
     assert_close("grad", take(grad), *torch.autograd.grad(outs, leaf, grads))
 
 
-@functools.cache
-def mesh_of(*sizes):
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "cp")[-len(sizes) :])
+CASES = [
+    *(("line", x, n, 3, None, False) for x in (Shard(1), Shard(2), Replicate())
+      for n in (16, 17)),
+    *(("line", Shard(1), n, world, backend, plain) for world, n in ((2, 16), (3, 17))
+      for plain in (True, False) for backend in BACKENDS),
+    *(("square", x, 17, 4, None, False) for x in (Replicate(), Shard(0), Shard(2))),
+    *(("square", Shard(0), 17, 4, backend, False) for backend in BACKENDS),
+]  # fmt: skip
 
 
-def on_a_line(placement, length, *how):
-    mesh = mesh_of(dist.get_world_size())
-    run_there_and_back(mesh, (placement,), (3, length, 4), *how)
-
-
-@pytest.mark.parametrize("placement", [Shard(1), Shard(2), Replicate()], ids=str)
-@pytest.mark.parametrize("length", [16, 17])
-def test_dtensors(pools, placement, length):
-    pools[3].run(on_a_line, placement, length, None)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize(("world", "length"), [(2, 16), (3, 17)])
-def test_compiled(pools, backend, plain, world, length):
-    pools[world].run(on_a_line, Shard(1), length, backend, plain, timeout=120)
-
-
-def on_a_square(other, backend):
-    run_there_and_back(mesh_of(2, 2), (other, Shard(1)), (3, 17, 4), backend)
-
-
-@pytest.mark.parametrize("other", [Replicate(), Shard(0), Shard(2)], ids=str)
-def test_two_mesh_axes(pools, other):
-    pools[4].run(on_a_square, other, None)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_on_two_mesh_axes(pools, backend):
-    pools[4].run(on_a_square, Shard(0), backend, timeout=120)
+@pytest.mark.parametrize(
+    ("mesh", "placement", "length", "world", "backend", "plain"), CASES, ids=str
+)
+@on_ranks("world")
+def test_there_and_back(mesh, placement, length, world, backend, plain):
+    """On one mesh axis, where `placement` is the input's, or beside another one."""
+    sizes, placements = (world,), (placement,)
+    if mesh == "square":
+        sizes, placements = (2, 2), (placement, Shard(1))
+    names = ("dp", "cp")[-len(sizes) :]
+    of_ranks = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    run_there_and_back(of_ranks, placements, (3, length, 4), backend, plain)

@@ -7,15 +7,11 @@ import torch
 import torch.distributed as dist
 
 import cpcompile.ops  # noqa: F401  registers the operators
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.workers import Pool
 
 ring_shift = torch.ops.cp.ring_shift.default
 ring_wait = torch.ops.cp.ring_wait.default
-
-
-def works_left() -> int:
-    """Messages that nobody has waited for yet."""
-    return torch._C._distributed_c10d._get_work_registry_size()
 
 
 def group() -> str:
@@ -36,28 +32,28 @@ def previous(step=1):
 
 
 def assert_arrived(got, rank, number, dtype=torch.float32):
+    """And that nothing is left that nobody has waited for."""
     assert all(map(torch.equal, got, message(rank, number, dtype)))
     assert all(x.dtype == dtype for x in got)
-
-
-def shift_once(dtype):
-    sent = message(dist.get_rank(), 1, dtype)
-    arriving = ring_shift(sent, group(), "a test")
-    assert works_left() > 0
-    got = [ring_wait(x, None, "a test") for x in arriving]
-    assert_arrived(got, previous(), 1, dtype)
-    assert_arrived(sent, dist.get_rank(), 1, dtype)
-    assert [x.data_ptr() for x in got] == [x.data_ptr() for x in arriving]
-    return works_left()
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_previous_rank_sends(pools, world, dtype):
-    assert pools[world].run(shift_once, dtype) == [0] * world
+@on_ranks("world")
+def test_the_previous_rank_sends(world, dtype):
+    sent = message(dist.get_rank(), 1, dtype)
+    arriving = ring_shift(sent, group(), "a test")
+    assert torch._C._distributed_c10d._get_work_registry_size() > 0
+    got = [ring_wait(x, None, "a test") for x in arriving]
+    assert_arrived(got, previous(), 1, dtype)
+    assert_arrived(sent, dist.get_rank(), 1, dtype)
+    assert [x.data_ptr() for x in got] == [x.data_ptr() for x in arriving]
 
 
-def shift_twice(order):
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1), (3, 1, 2, 0)], ids=str)
+@on_ranks(3)
+def test_messages_do_not_overtake(order):
     """Two messages in flight; `order` is that in which their four parts arrive."""
     rank = dist.get_rank()
     arriving = ring_shift(message(rank, 1), group(), "the first")
@@ -66,32 +62,22 @@ def shift_twice(order):
         ring_wait(arriving[part], None, "a test")
     assert_arrived(arriving[:2], previous(), 1)
     assert_arrived(arriving[2:], previous(), 2)
-    return works_left()
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1), (3, 1, 2, 0)], ids=str)
-def test_messages_do_not_overtake(pools, order):
-    assert pools[3].run(shift_twice, order) == [0] * 3
-
-
-def shift_around():
-    """What travels around the whole ring comes home."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    mine = message(rank, 7)
-    for step in range(1, ranks + 1):
-        arriving = ring_shift(mine, group(), f"step {step}")
-        mine = [ring_wait(x, None, f"step {step}") for x in arriving]
-        assert_arrived(mine, previous(step), 7)
-    assert_arrived(mine, rank, 7)
-    return works_left()
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_around_the_ring(pools, world):
-    assert pools[world].run(shift_around) == [0] * world
+@on_ranks("world")
+def test_around_the_ring(world):
+    """What travels around the whole ring comes home."""
+    mine = message(dist.get_rank(), 7)
+    for step in range(1, world + 1):
+        arriving = ring_shift(mine, group(), f"step {step}")
+        mine = [ring_wait(x, None, f"step {step}") for x in arriving]
+        assert_arrived(mine, previous(step), 7)
+    assert_arrived(mine, dist.get_rank(), 7)
 
 
-def shift_in_a_part_of_the_ranks():
+@on_ranks(4)
+def test_a_ring_of_some_ranks():
     """The ring of a group that is not all ranks: the neighbours are its own."""
     rank = dist.get_rank()
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
@@ -99,41 +85,26 @@ def shift_in_a_part_of_the_ranks():
     arriving = ring_shift(message(rank, 3), name, "a test")
     got = [ring_wait(x, None, "a test") for x in arriving]
     assert_arrived(got, (rank + 2) % 4, 3)
-    return works_left()
 
 
-def test_a_ring_of_some_ranks(pools):
-    assert pools[4].run(shift_in_a_part_of_the_ranks) == [0] * 4
-
-
-def wait_elsewhere():
+@on_ranks(2)
+def test_torch_can_wait():
     """torch's own wait_tensor waits, too: as a compiled graph does it."""
     arriving = ring_shift(message(dist.get_rank(), 1), group(), "a test")
     got = [torch.ops._c10d_functional.wait_tensor(x) for x in arriving]
     assert_arrived(got, previous(), 1)
-    return works_left()
 
 
-def test_torch_can_wait(pools):
-    assert pools[2].run(wait_elsewhere) == [0] * 2
-
-
-def note_of_an_error():
+@on_ranks(2)
+def test_an_error_says_what_it_belongs_to():
     broken = RuntimeError("Connection closed by peer")
     with (
         mock.patch.object(dist, "batch_isend_irecv", side_effect=broken),
         pytest.raises(RuntimeError) as caught,
     ):
         ring_shift([torch.ones(4, 3)], group(), "a test")
-    return caught.value.__notes__
-
-
-def test_an_error_says_what_it_belongs_to(pools):
-    notes = pools[2].run(note_of_an_error)
-    assert notes == [
-        [f"cpcompile: this exchange belongs to a test, rank {rank} of 2 in group '0'"]
-        for rank in range(2)
-    ]
+    where = f"a test, rank {dist.get_rank()} of 2 in group '0'"
+    assert caught.value.__notes__ == [f"cpcompile: this exchange belongs to {where}"]
 
 
 def check_shift():

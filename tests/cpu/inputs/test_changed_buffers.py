@@ -18,6 +18,7 @@ from torch import Tensor
 from cpcompile.passes.model.masks import constant_buffers
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
 from tests.support.bounds import check, deviations, step
 from tests.support.constant_masks import (
@@ -46,14 +47,15 @@ class Pair:
         options = {"mesh": sequence_mesh(world), "inner": "aot_eager", **more}
         self.compiled = torch.compile(self.model, backend="cp", options=options)
 
-    def step(self, length: int = 24) -> tuple:
-        """Deviations of loss and gradients, and what was read of the mask."""
+    def step(self, length: int = 24) -> str:
+        """Compare loss and gradients; say what was read of the mask."""
         tokens = token_ids(length)
         with recording() as reports:
             got = step(self.compiled, self.model, tokens)
-        found = deviations(got, step(self.whole, self.whole, tokens))
+        check(deviations(got, step(self.whole, self.whole, tokens)))
         (call,) = reports[0].calls
-        return found, call.mask, call.plan is not None
+        assert call.plan is not None
+        return call.mask
 
     def change(self, write: Callable[[Masked], object]) -> None:
         write(self.whole)
@@ -73,127 +75,85 @@ def replaced(window: int) -> Callable[[Masked], object]:
     return lambda model: setattr(model, "attn_mask", another(model, window))
 
 
-CHANGES = {
-    "in place": in_place,
-    "replaced": replaced,
-}
+CHANGES = {"in place": in_place, "replaced": replaced}
 
 
-def run(case: str, lengths: tuple[int, ...], world: int, strategy: str) -> list[tuple]:
-    pair = Pair((READ | STAYS)[case][0], world, strategy=strategy)
-    return [pair.step(length) for length in lengths]
+# The second length would be a symbol; each length has rows of the first part.
+CASES = [
+    *(
+        (case, (24,), world)
+        for case in ("numbers", "lowest", "window", "blocks", "holes")
+        for world in (2, 3)
+    ),
+    ("window", (24, 32, 17, LONGEST, 24), 2),
+]
+
+
+@pytest.mark.parametrize(("case", "lengths", "world"), CASES)
+@on_ranks("world")
+def test_loss_and_gradients(case, lengths, world):
+    mask, wanted = (READ | STAYS)[case]
+    pair = Pair(mask, world, strategy="ring")
+    for length in lengths:
+        assert pair.step(length) == wanted.replace("is_causal", "causal")
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("case", ["numbers", "lowest", "window", "blocks", "holes"])
-def test_loss_and_gradients(pools, case, world):
-    answers = pools[world].run(run, case, (24,), world, "ring", timeout=120)
-    for ((found, text, sharded),) in answers:
-        check(found)
-        assert text == (READ | STAYS)[case][1].replace("is_causal", "causal")
-        assert sharded
-
-
-def test_each_length_has_its_part(pools):
-    """Rows of the first part; the second length would be a symbol."""
-    lengths = (24, 32, 17, LONGEST, 24)
-    for answers in pools[2].run(run, "window", lengths, 2, "ring", timeout=170):
-        for found, text, sharded in answers:
-            check(found)
-            assert text == "causal, window 6" and sharded
-
-
-def run_changed(kind: str, case: str, world: int, model: type = Masked) -> list[tuple]:
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize(
+    ("case", "model"),
+    [("numbers", Masked), ("bool", Masked), ("numbers", Attribute)],
+)
+@on_ranks("world")
+def test_a_buffer_that_changes_between_calls(case, model, kind, world):
+    """An attribute is as a buffer, but that `.double()` of the model leaves it."""
     pair = Pair(READ[case][0], world, model)
-    answers = [pair.step(), pair.step()]
+    assert [pair.step(), pair.step()] == ["causal"] * 2
     for window in (3, 3, 4):
         pair.change(CHANGES[kind](window))
-        answers.append(pair.step())
+        assert pair.step() == f"causal, window {window}"
     pair.change(lambda model: model.attn_mask.copy_(another(model, 4)))
-    return [*answers, pair.step()]
+    assert pair.step() == "causal, window 4"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", CHANGES)
-@pytest.mark.parametrize("case", ["numbers", "bool"])
-def test_a_buffer_that_changes_between_calls(pools, case, kind, world):
-    windows = [3, 3, 4, 4]
-    wanted = ["causal"] * 2 + [f"causal, window {n}" for n in windows]
-    for answers in pools[world].run(run_changed, kind, case, world, timeout=120):
-        assert [text for _, text, _ in answers] == wanted
-        for found, _, sharded in answers:
-            check(found)
-            assert sharded
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", CHANGES)
-def test_an_attribute_that_changes_between_calls(pools, kind, world):
-    """As a buffer: `.double()` of the model leaves it as it is."""
-    windows = [3, 3, 4, 4]
-    wanted = ["causal"] * 2 + [f"causal, window {n}" for n in windows]
-    args = (kind, "numbers", world, Attribute)
-    for answers in pools[world].run(run_changed, *args, timeout=120):
-        assert [text for _, text, _ in answers] == wanted
-        for found, _, sharded in answers:
-            check(found)
-            assert sharded
-
-
-def run_often_changed(world: int) -> tuple[list[tuple], int]:
-    pair = Pair(numbers(causal()), world)
+@on_ranks(2)
+def test_a_buffer_that_goes_on_changing_is_a_bias():
+    """Without it Dynamo would give up, and every rank run all of it in eager."""
+    pair = Pair(numbers(causal()), 2)
     torch._dynamo.utils.counters.clear()  # `reset` leaves them as they are
-    answers = [pair.step()]
+    texts = [pair.step()]
     for window in range(2, 12):
         pair.change(in_place(window))
-        answers.append(pair.step())
-    return answers, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        texts.append(pair.step())
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert texts[3] == "causal, window 4"
+    assert set(texts[4:]) == {"dense float64 [24, 24]"}
+    assert graphs == constant_buffers.MOST_VALUES + 1
 
 
-def test_a_buffer_that_goes_on_changing_is_a_bias(pools):
-    """Without it Dynamo would give up, and every rank run all of it in eager."""
-    for answers, graphs in pools[2].run(run_often_changed, 2, timeout=170):
-        for found, _, sharded in answers:
-            check(found)
-            assert sharded
-        texts = [text for _, text, _ in answers]
-        assert texts[3] == "causal, window 4"
-        assert set(texts[4:]) == {"dense float64 [24, 24]"}
-        assert graphs == constant_buffers.MOST_VALUES + 1
-
-
-def run_one_rank_changed(when: str) -> str:
+@pytest.mark.parametrize("when", ["at first", "later"])
+@on_ranks(2)
+def test_a_buffer_of_one_rank(when):
+    """No rank runs a mask that another rank does not have."""
     pair = Pair(numbers(causal()), 2)
     if when == "later":
         pair.step()
     if dist.get_rank() == 1:
         pair.change(in_place(3))
-    return message_of(pair.step)
-
-
-@pytest.mark.parametrize("when", ["at first", "later"])
-def test_a_buffer_of_one_rank(pools, when):
-    """No rank runs a mask that another rank does not have."""
-    texts = pools[2].run(run_one_rank_changed, when, timeout=120)
-    assert all("RankMismatchError" in text for text in texts), texts
+    text = message_of(pair.step)
+    assert "RankMismatchError" in text
     if when == "at first":
-        assert all("value of buffer attn_mask: rank 0 has " in x for x in texts), texts
-        assert all("give the mask one value on all ranks" in x for x in texts)
+        assert "value of buffer attn_mask: rank 0 has " in text
+        assert "give the mask one value on all ranks" in text
 
 
-def run_without_guards() -> list[str]:
+@on_ranks(2)
+def test_where_dynamo_does_not_ask_it_raises():
+    """The old program is not run, whatever becomes of guards."""
     pair = Pair(numbers(causal()), 2)
     with mock.patch.object(constant_buffers, "guard_value"):
         pair.step()
-    same = message_of(pair.step)
+    assert message_of(pair.step) == "nothing was raised"
     pair.change(in_place(3))
-    return [same, message_of(pair.step)]
-
-
-def test_where_dynamo_does_not_ask_it_raises(pools):
-    """The old program is not run, whatever becomes of guards."""
-    for same, changed in pools[2].run(run_without_guards, timeout=120):
-        assert same == "nothing was raised"
-        assert changed.startswith(
-            "BufferChangedError: buffer attn_mask has changed since"
-        )
+    changed = message_of(pair.step)
+    assert changed.startswith("BufferChangedError: buffer attn_mask has changed since")

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import Deviation, check, deviations, gradients
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import check, deviations, gradients
 
 VALUES = [0.1 + n / 20 for n in range(20)]
 
@@ -118,10 +119,21 @@ def batch(rows: int = 2, length: int = 12) -> Tensor:
     return torch.randint(31, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-def run_floats(
+# The model; whether its float is no argument; `dynamic`; and the programs for VALUES.
+# One use is of a kind that torch.compile keeps no symbol for.
+FLOATS = [
+    *(("Model", closure, None, 2) for closure in (False, True)),
+    *((x, False, None, 2) for x in ("Attribute", "Temperature", "Region")),
+    ("Model", False, True, 2),
+    ("Twice", False, None, 4),
+]
+INFINITE = [0.1, 0.2, float("nan"), float("inf"), -float("inf"), 0.0, 0.3]
+
+
+def check_floats(
     name: str, values: list[float], closure: bool = False, dynamic: bool | None = None
-) -> tuple[int, list[Deviation]]:
-    """Return the number of programs, and deviations from one process."""
+) -> int:
+    """Compare loss and gradients of each value; return the number of programs."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -130,82 +142,62 @@ def run_floats(
     step = closure_over(model)
     if not closure:
         step = torch.compile(model, backend="cp", options=options(), dynamic=dynamic)
-    found = []
     for value in values:
         model.factor = exact.factor = value
-        found += compared(step, model, exact, tokens, value)
-    return counters["stats"]["unique_graphs"], found
+        check_step(step, model, exact, tokens, value)
+    programs: int = counters["stats"]["unique_graphs"]
+    return programs
 
 
-def compared(
+def check_step(
     step: Step, model: nn.Module, exact: nn.Module, tokens: Tensor, value: float
-) -> list[Deviation]:
+) -> None:
     """Compare loss and gradients of one call, finite or not."""
     results = []
     for call, module in ((step, model), (exact, exact)):
         module.zero_grad()
         loss = call(tokens, value)
-        results.append({"loss": loss.detach()} | gradients(loss, module))
-    got, wanted = ({k: x.nan_to_num(9, 8, 7) for k, x in y.items()} for y in results)
-    return deviations(got, wanted)
+        found = {"loss": loss.detach()} | gradients(loss, module)
+        results.append({k: x.nan_to_num(9, 8, 7) for k, x in found.items()})
+    check(deviations(*results))
 
 
-FLOATS = [("Model", False, None), ("Model", True, None), ("Attribute", False, None),
-          ("Temperature", False, None), ("Region", False, None),
-          ("Model", False, True)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "closure", "dynamic"), FLOATS)
-def test_a_float_that_changes_has_two_programs(pools, name, closure, dynamic):
-    args = (name, VALUES, closure, dynamic)
-    for programs, found in pools[2].run(run_floats, *args, timeout=120):
-        assert programs == 2
-        check(found)
-
-
-def test_a_float_that_has_to_be_a_number_has_a_program_per_value(pools):
-    for programs, found in pools[2].run(run_floats, "Twice", VALUES[:4], timeout=120):
-        assert programs == 4
-        check(found)
+@pytest.mark.parametrize(("name", "closure", "dynamic", "programs"), FLOATS)
+@on_ranks(2)
+def test_a_float_that_changes_has_two_programs(name, closure, dynamic, programs):
+    values = VALUES[:4] if name == "Twice" else VALUES
+    assert check_floats(name, values, closure, dynamic) == programs
 
 
 @pytest.mark.parametrize("name", ["Model", "Region"])
-def test_a_float_that_is_not_finite(pools, name):
+@on_ranks(2)
+def test_a_float_that_is_not_finite(name):
     """Results are those of one process, on all ranks."""
-    values = [0.1, 0.2, float("nan"), float("inf"), -float("inf"), 0.0, 0.3]
-    for _, found in pools[2].run(run_floats, name, values, timeout=120):
-        check(found)
+    check_floats(name, INFINITE)
 
 
-def run_rows(rows: list[int], length: int) -> tuple[int, int, list[Deviation]]:
-    """Return the numbers of programs and of rings, and deviations from one process."""
+# No row, and one, are programs of their own in torch.compile.
+@pytest.mark.parametrize(
+    ("rows", "length"),
+    [([*range(2, 22)], 12), ([*range(2, 22)], 13), ([3, 4, 1, 5, 0, 6], 12)],
+    ids=["even", "uneven", "few"],
+)
+@on_ranks(2)
+def test_a_number_of_rows_that_changes_has_two_programs(rows, length):
+    """Each of 20 calls is shared out, also where the ranks do not divide the length."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     model = Model().double()
     exact = copy.deepcopy(model)
     compiled = torch.compile(model, backend="cp", options=options())
-    found, rings = [], 0
+    rings = 0
     for n in rows:
         with recording() as reports:
-            found += compared(compiled, model, exact, batch(n, length), 0.5)
+            check_step(compiled, model, exact, batch(n, length), 0.5)
         rings += len(reports[0].calls)
-    return counters["stats"]["unique_graphs"], rings, found
-
-
-@pytest.mark.parametrize("length", [12, 13])
-def test_a_number_of_rows_that_changes_has_two_programs(pools, length):
-    """Each of 20 calls is shared out, also where the ranks do not divide the length."""
-    args = ([*range(2, 22)], length)
-    for programs, rings, found in pools[2].run(run_rows, *args, timeout=120):
-        assert (programs, rings) == (2, 20)
-        check(found)
-
-
-def test_few_rows(pools):
-    """No row, and one, are programs of their own in torch.compile."""
-    for _, _, found in pools[2].run(run_rows, [3, 4, 1, 5, 0, 6], 12, timeout=120):
-        check(found)
+    if len(rows) == 20:
+        assert (counters["stats"]["unique_graphs"], rings) == (2, 20)
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64)
@@ -234,26 +226,18 @@ def _is_near(got: Tensor, wanted: Tensor) -> bool:
     return bool((got.float() - wanted.float()).abs() <= limit)
 
 
-def run_arithmetic(dtype: torch.dtype) -> list[str]:
-    """Which results have another dtype, or other bits, than in eager."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks(2)
+def test_a_float_that_changes_has_the_dtype_of_a_number(dtype):
+    """And the bits of eager."""
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(3)
     x = (torch.randn(2, 12, 3, generator=generator) * 7).to(dtype)
-    step = torch.compile(
-        arithmetic, backend="cp", options=options() | {"shard": {"x": 1}}
-    )
-    wrong = []
+    given = options() | {"shard": {"x": 1}}
+    step = torch.compile(arithmetic, backend="cp", options=given)
     for factor in (0.1, 0.3, 1 / 3):
-        for place, (got, wanted) in enumerate(
-            zip(step(x, factor), arithmetic(x, factor), strict=True)
-        ):
-            if got.dtype != wanted.dtype or not _is_near(got, wanted):
-                wrong.append(f"{place}, {factor}: {got.dtype}, not {wanted.dtype}")
+        results = zip(step(x, factor), arithmetic(x, factor), strict=True)
+        for place, (got, wanted) in enumerate(results):
+            assert got.dtype == wanted.dtype, (place, factor)
+            assert _is_near(got, wanted), (place, factor)
     assert counters["stats"]["unique_graphs"] >= 2
-    return wrong
-
-
-@pytest.mark.timeout(100)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_float_that_changes_has_the_dtype_of_a_number(pools, dtype):
-    assert pools[2].run(run_arithmetic, dtype, timeout=90) == [[], []]

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import cpcompile as cp
 from cpcompile import config
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
+from tests.cpu.one_call import message_of
 from tests.support.bounds import Values, check, deviations
 
 FIRST = "rtx_4090"
@@ -54,45 +56,24 @@ def operands(tokens=24, memory=40):
     return torch.randn(2, tokens, 128), torch.randn(2, memory, 128)
 
 
-def decided_by_first():
+@on_ranks(2)
+def test_the_profile_of_rank_0_decides_for_all():
     config.hardware = FIRST if dist.get_rank() == 0 else OTHER
     try:
-        return plans_of(Layers(), *operands(), mesh=sequence_mesh(2))
+        found, errors = plans_of(Layers(), *operands(), mesh=sequence_mesh(2))
     finally:
         config.hardware = "auto"
+    assert {hardware for _, hardware in found} == {FIRST}
+    check(errors)
+    answers: list = [None, None]
+    dist.all_gather_object(answers, found)
+    assert answers[0] == answers[1]
 
 
-def test_the_profile_of_rank_0_decides_for_all(pools):
-    answers = pools[2].run(decided_by_first)
-    assert answers[0][0] == answers[1][0]
-    for found, errors in answers:
-        assert {hardware for _, hardware in found} == {FIRST}
-        check(errors)
-
-
-def with_budget(budget):
-    try:
-        with config.patch(memory_budget=budget):
-            found, _ = plans_of(Layers(), *operands(), mesh=sequence_mesh(2))
-    except Exception as error:
-        return str(error)
-    return found
-
-
-def test_a_budget_that_nothing_fits(pools):
-    first, second = pools[2].run(with_budget, 10)
-    assert first == second
-    assert "attention at" in first and "the smallest need" in first
-    assert "memory_budget" in first
-
-
-def test_a_wide_budget(pools):
-    assert isinstance(pools[2].run(with_budget, 1 << 40)[0], list)
-
-
-def on_a_grid(names, strategy):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    return plans_of(Layers(), *operands(), mesh=mesh, axis=names, strategy=strategy)
+@on_ranks(2)
+def test_a_wide_budget():
+    with config.patch(memory_budget=1 << 40):
+        assert plans_of(Layers(), *operands(), mesh=sequence_mesh(2))
 
 
 @pytest.mark.parametrize(
@@ -102,35 +83,41 @@ def on_a_grid(names, strategy):
         (("ulysses", "ring"), "hybrid 2 (ring) in 2"),
     ],
 )
-def test_a_mesh_of_two_axes(pools, names, label):
-    for found, errors in pools[4].run(on_a_grid, names, "hybrid"):
-        assert [chosen for chosen, _ in found] == [label] * 3
-        check(errors)
+@on_ranks(4)
+def test_a_mesh_of_two_axes(names, label):
+    options = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=names)}
+    options |= {"axis": names, "strategy": "hybrid"}
+    found, errors = plans_of(Layers(), *operands(), **options)
+    assert [chosen for chosen, _ in found] == [label] * 3
+    check(errors)
 
 
-def without_a_name():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    try:
-        plans_of(Layers(), *operands(), mesh=mesh, axis=("outer", "inner"))
-    except Exception as error:
-        return str(error)
-    return "nothing was raised"
+def message(budget: int | str = "auto", **options) -> str:
+    """What is raised, on every rank alike."""
+    with config.patch(memory_budget=budget):
+        text = message_of(lambda: plans_of(Layers(), *operands(), **options))
+    texts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert len(set(texts)) == 1
+    return text
 
 
-def test_axes_of_which_none_splits_heads(pools):
-    assert (
-        "needed one of both to be called 'ulysses'" in pools[4].run(without_a_name)[0]
-    )
+@on_ranks(2)
+def test_a_budget_that_nothing_fits():
+    text = message(10, mesh=sequence_mesh(2))
+    assert "attention at" in text and "the smallest need" in text
+    assert "memory_budget" in text
 
 
-def forced_where_impossible():
-    try:
-        plans_of(Layers(), *operands(), mesh=sequence_mesh(2), strategy="hybrid")
-    except Exception as error:
-        return str(error)
-    return "nothing was raised"
+@on_ranks(4)
+def test_axes_of_which_none_splits_heads():
+    names = ("outer", "inner")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    text = message(mesh=mesh, axis=names)
+    assert "needed one of both to be called 'ulysses'" in text
 
 
-def test_a_hybrid_of_two_ranks(pools):
-    message = pools[2].run(forced_where_impossible)[0]
-    assert "strategy hybrid is impossible here: 2 ranks have no two factors" in message
+@on_ranks(2)
+def test_a_hybrid_of_two_ranks():
+    text = message(mesh=sequence_mesh(2), strategy="hybrid")
+    assert "strategy hybrid is impossible here: 2 ranks have no two factors" in text

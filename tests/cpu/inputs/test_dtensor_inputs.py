@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-import cpcompile as cp
-from tests.cpu.against_one_process import compare
-from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import Deviation, check, deviations, step
+from tests.cpu.against_one_process import compare, compare_calls
+from tests.cpu.on_ranks import on_ranks
 
 WIDTH = 8
 
@@ -69,13 +65,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_dtensor_has_no_rule_for(pools, name):
-    for got in pools[2].run(compare_model, name):
-        got.check()
-
-
-def compare_model(name):
-    return compare(MODELS[name], (2, 16, WIDTH), 2, "dtensor")
+@on_ranks(2)
+def test_what_dtensor_has_no_rule_for(name):
+    compare(MODELS[name], (2, 16, WIDTH), 2, "dtensor").check()
 
 
 class Padded(nn.Module):
@@ -95,24 +87,13 @@ class Padded(nn.Module):
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_booleans_are_gathered(pools, inner):
+@on_ranks(2)
+def test_booleans_are_gathered(inner):
     """Inductor's own lowering makes int64 of them, and fails where they are read."""
-    for found in pools[2].run(padded_step, inner, timeout=170):
-        check(found)
-
-
-def padded_step(inner: str) -> list[Deviation]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, mesh = Padded().double(), sequence_mesh(2)
-    x = torch.randn(2, 24, WIDTH, dtype=torch.float64)
     documents = (torch.rand(2, 24) < 0.2).cumsum(1)
     padding = torch.arange(24).expand(2, 24) < torch.tensor([[24], [20]])
-    given = (x, documents, padding)
-    compiled = torch.compile(
-        copy.deepcopy(model), backend="cp", options={"inner": inner}
-    )
-    return _compared(model, compiled, given, tuple(cp.shard(t, mesh, 1) for t in given))
+    calls = [(torch.randn(2, 24, WIDTH, dtype=torch.float64), documents, padding)]
+    compare_calls(Padded().double(), calls, 2, "dtensor", inner=inner).check()
 
 
 class OneHead(nn.Module):
@@ -143,42 +124,23 @@ class OneHead(nn.Module):
         return y.square().mean()
 
 
-@pytest.mark.parametrize("door", ["plain", "dtensor"])
-@pytest.mark.parametrize("kind", ["linear", "convolution", "mask", "token"])
-@pytest.mark.parametrize("lengths", [(31, 20), (8, 12)])
-def test_a_second_length(pools, door, kind, lengths):
+# Of three ranks the last has 4 tokens of 16, and of 12.
+LENGTHS = [
+    *(
+        (kind, door, lengths, 2)
+        for kind in ("linear", "convolution", "mask", "token")
+        for door in ("plain", "dtensor")
+        for lengths in ((31, 20), (8, 12))
+    ),
+    *((kind, "dtensor", (16, 12, 21), 3) for kind in ("linear", "mask")),
+]
+
+
+@pytest.mark.parametrize(("kind", "door", "lengths", "world"), LENGTHS)
+@on_ranks("world")
+def test_a_second_length(kind, door, lengths, world):
     """Dynamo hands symbols for sizes then; where one is needed they get their value."""
-    for found in pools[2].run(second_length, door, kind, lengths):
-        check(found)
-
-
-@pytest.mark.parametrize("kind", ["linear", "mask"])
-def test_a_second_length_that_leaves_one_rank_its_part(pools, kind):
-    """The last of three ranks has 4 tokens of 16, and of 12."""
-    args = (second_length, "dtensor", kind, (16, 12, 21), 3)
-    for found in pools[3].run(*args, timeout=170):
-        check(found)
-
-
-def second_length(
-    door: str, kind: str, lengths: tuple[int, ...], world: int = 2
-) -> list[Deviation]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, mesh = OneHead(kind).double(), sequence_mesh(world)
-    options = {"inner": "aot_eager"}
-    if door == "plain":
-        options |= {"mesh": mesh, "shard": {"x": 0}}
-    compiled = torch.compile(copy.deepcopy(model), backend="cp", options=options)
-    found = []
-    for length in lengths:
-        x = torch.randn(length, 2, WIDTH, dtype=torch.float64)
-        given = x if door == "plain" else cp.shard(x, mesh, 0)
-        found += _compared(model, compiled, (x,), (given,))
-    return found
-
-
-def _compared(model: nn.Module, compiled, alone, given) -> list[Deviation]:
-    """Of the loss and the gradients of a step; both have their own parameters."""
-    own = compiled._orig_mod
-    return deviations(step(compiled, own, *given), step(model, model, *alone))
+    calls = [(torch.randn(n, 2, WIDTH, dtype=torch.float64),) for n in lengths]
+    named = {"shard": {"x": 0}} if door == "plain" else {}
+    model = OneHead(kind).double()
+    compare_calls(model, calls, world, door, dims=(0,), **named).check()

@@ -14,6 +14,8 @@ import cpcompile as cp
 from cpcompile.geometry.layout import Layout
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
+from tests.cpu.one_call import message_of
 from tests.support.bounds import Deviation, check, deviation, deviations
 from tests.support.settings import split
 
@@ -118,7 +120,9 @@ def compared(step, fn, x, layout) -> list[Deviation]:
     return deviations(values(step, layout), values(fn))
 
 
-def run_round_trip(layout):
+@pytest.mark.parametrize("layout", [x.value for x in Layout])
+@on_ranks(RANKS)
+def test_there_and_back(layout):
     mesh = sequence_mesh(RANKS)
     for length in (*LENGTHS, 4, 2):
         x, grad = data(length)
@@ -130,73 +134,55 @@ def run_round_trip(layout):
             assert torch.equal(leaf.grad, grad)
 
 
-@pytest.mark.parametrize("layout", [x.value for x in Layout])
-def test_there_and_back(pools, layout):
-    pools[RANKS].run(run_round_trip, layout)
-
-
-def run_function(fn, length, layout, options):
-    x, _ = data(length)
-    options, settings = split(options)
-    with recording() as reports, settings:
-        found = compared(compiled(fn, **options), fn, x, layout)
-    (report,) = reports
-    return found, [c.plan.layout.value for c in report.calls if c.plan]
+NO_RING = {"strict": False, "memory_budget": 1}  # one byte is too little
 
 
 @pytest.mark.parametrize(
-    ("fn", "length", "layout"),
+    ("fn", "length", "layout", "options"),
     [
-        (layers, 12, "zigzag"),
-        (layers, 13, "fold"),
-        (layers, 11, "striped"),
-        (summed, 13, "zigzag"),
-        (mixed, 12, "striped"),
-        (finer, 12, "striped"),
-        (coarser, 12, "fold"),
-        (untouched, 13, "fold"),
+        (layers, 12, "zigzag", {}),
+        (layers, 13, "fold", {}),
+        (layers, 11, "striped", {}),
+        (summed, 13, "zigzag", {}),
+        (mixed, 12, "striped", {}),
+        (finer, 12, "striped", {}),
+        (coarser, 12, "fold", {}),
+        (untouched, 13, "fold", {}),
+        (masked, 12, "striped", {}),
+        (masked, 13, "zigzag", {}),
+        (summed, 12, "zigzag", NO_RING),
+        (summed, 13, "fold", NO_RING),
     ],
 )
-def test_results_and_gradients(pools, fn, length, layout):
-    for found, layouts in pools[RANKS].run(run_function, fn, length, layout, {}):
-        check(found)
-        assert set(layouts) <= {layout} and bool(layouts) == (fn is not untouched)
-
-
-@pytest.mark.parametrize(("length", "layout"), [(12, "striped"), (13, "zigzag")])
-def test_a_call_under_a_mask(pools, length, layout):
-    args = (masked, length, layout, {})
-    under_mask = layout if layout == "zigzag" else "contiguous"
-    for found, layouts in pools[RANKS].run(run_function, *args):
-        check(found)
+@on_ranks(RANKS)
+def test_results_and_gradients(fn, length, layout, options):
+    x, _ = data(length)
+    given, settings = split(options)
+    with recording() as reports, settings:
+        check(compared(compiled(fn, **given), fn, x, layout))
+    (report,) = reports
+    layouts = [c.plan.layout.value for c in report.calls if c.plan]
+    if fn is masked:
+        under_mask = layout if layout == "zigzag" else "contiguous"
         assert layouts == [layout, under_mask, layout]
-
-
-@pytest.mark.parametrize(("length", "layout"), [(12, "zigzag"), (13, "fold")])
-def test_a_graph_that_is_gathered(pools, length, layout):
-    """One byte is too little for a ring."""
-    args = (summed, length, layout, {"strict": False, "memory_budget": 1})
-    for found, layouts in pools[RANKS].run(run_function, *args):
-        check(found)
-        assert layouts == []
-
-
-def run_plain(fn, length, layout):
-    options = {"mesh": sequence_mesh(RANKS), "shard": {"x": 1}, "layout": layout}
-    return compared(compiled(fn, **options), fn, data(length)[0], None)
+    else:
+        assert set(layouts) <= {layout}
+        assert bool(layouts) == (fn is not untouched and not options)
 
 
 @pytest.mark.parametrize(
     ("fn", "length"),
     [(finer, 12), (coarser, 12), (as_many_as_tokens, 6), (one_table_twice, 8)],
 )
-def test_plain_inputs_with_sizes_like_that_of_tokens(pools, fn, length):
+@on_ranks(RANKS)
+def test_plain_inputs_with_sizes_like_that_of_tokens(fn, length):
     """What is as large as the sequence, or twice, is not the sequence."""
-    for found in pools[RANKS].run(run_plain, fn, length, "striped"):
-        check(found)
+    options = {"mesh": sequence_mesh(RANKS), "shard": {"x": 1}, "layout": "striped"}
+    check(compared(compiled(fn, **options), fn, data(length)[0], None))
 
 
-def run_one_program():
+@on_ranks(RANKS)
+def test_another_layout_is_compiled_anew():
     """One compiled function, called with every layout in turn."""
     x, _ = data(12)
     step = compiled(layers)
@@ -205,62 +191,36 @@ def run_one_program():
         before = counters["stats"]["unique_graphs"]
         found += compared(step, layers, x, layout)
         graphs.append(counters["stats"]["unique_graphs"] - before)
-    return found, graphs
-
-
-def test_another_layout_is_compiled_anew(pools):
-    for found, graphs in pools[RANKS].run(run_one_program):
-        check(found)
-        assert graphs == [1, 1, 1, 0, 1, 0]
+    check(found)
+    assert graphs == [1, 1, 1, 0, 1, 0]
 
 
 def two(x, y):
     return attend(x) + 1, (y * 2).cumsum(1), attend(y).mean()
 
 
-def run_two_lengths(layout, other_layout):
-    mesh, (x, _), (y, _) = sequence_mesh(RANKS), data(12), data(24, seed=1)
-    given = (
-        cp.shard(x, mesh, 1, layout=layout),
-        cp.shard(y, mesh, 1, layout=other_layout),
-    )
-    pairs = zip(compiled(two)(*given), two(x, y), strict=True)
-    return [deviation(f"result {n}", *each) for n, each in enumerate(pairs)]
-
-
 @pytest.mark.parametrize(
-    "layouts",
+    ("first", "second"),
     [("striped", "striped"), ("fold", "contiguous"), ("contiguous", "zigzag")],
 )
-def test_two_sequences_of_which_one_is_twice_as_long(pools, layouts):
-    for found in pools[RANKS].run(run_two_lengths, *layouts):
-        check(found)
+@on_ranks(RANKS)
+def test_two_sequences_of_which_one_is_twice_as_long(first, second):
+    mesh, (x, _), (y, _) = sequence_mesh(RANKS), data(12), data(24, seed=1)
+    given = cp.shard(x, mesh, 1, layout=first), cp.shard(y, mesh, 1, layout=second)
+    pairs = zip(compiled(two)(*given), two(x, y), strict=True)
+    check([deviation(f"result {n}", *each) for n, each in enumerate(pairs)])
 
 
 def local(x):
     return (attend(x).to_local() * 2,)
 
 
-def run_local_part(layout):
+@on_ranks(RANKS)
+def test_local_parts_are_in_order():
     mesh, (x, _) = sequence_mesh(RANKS), data(12)
-    (got,) = compiled(local)(cp.shard(x, mesh, 1, layout=layout))
+    (got,) = compiled(local)(cp.shard(x, mesh, 1, layout="striped"))
     wanted = 2 * attend(x).chunk(RANKS, 1)[mesh.get_rank()]
-    return [deviation("local part", got, wanted)]
-
-
-def test_local_parts_are_in_order(pools):
-    for found in pools[RANKS].run(run_local_part, "striped"):
-        check(found)
-
-
-def run_refused(layouts, options):
-    mesh, (x, _) = sequence_mesh(RANKS), data(12)
-    given = (cp.shard(x, mesh, 1, layout=layout) for layout in layouts)
-    try:
-        compiled(lambda x, y: attend(x) + y, **options)(*given)
-    except Exception as error:
-        return str(error)
-    return "nothing was raised"
+    check([deviation("local part", got, wanted)])
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -272,7 +232,10 @@ def run_refused(layouts, options):
         (("fold", "contiguous"), {"layout": "contiguous"}, "contiguous and fold"),
     ],
 )
-def test_two_layouts_are_refused(pools, layouts, options, names, strict):
-    args = (run_refused, layouts, options | {"strict": strict})
-    for text in pools[RANKS].run(*args):
-        assert f"are given and wanted in the layouts {names}; needed one" in text
+@on_ranks(RANKS)
+def test_two_layouts_are_refused(layouts, options, names, strict):
+    mesh, (x, _) = sequence_mesh(RANKS), data(12)
+    given = [cp.shard(x, mesh, 1, layout=layout) for layout in layouts]
+    call = compiled(lambda x, y: attend(x) + y, **options, strict=strict)
+    text = message_of(lambda: call(*given))
+    assert f"are given and wanted in the layouts {names}; needed one" in text

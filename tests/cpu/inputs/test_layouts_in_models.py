@@ -14,75 +14,56 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile as cp
 from cpcompile.reporting.graph_report import recording
+from tests.cpu.against_one_process import run
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.model_cases import check_model, run_model
-from tests.support.bounds import check, deviations, gradients
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import check, deviations
 
-LAYOUTS = ["zigzag", "striped", "fold"]
-IN_ONE_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
-PLAIN = ("small_gpt", 64, 2, "plain", 0)
-SHARDED = ("small_gpt", 50, 4, "dtensor", 2)
-CHECKPOINTED = ("checkpoint_one", 64, 2, "plain", 0)
-CACHED = ("llama", 37, 3, "dtensor", 6)
-IN_ALL_LAYOUTS = [
-    PLAIN,
-    ("small_gpt", 37, 3, "plain", 0),
-    ("llama", 64, 4, "plain", 0),
-    CACHED,
+LAYOUTS = ("zigzag", "striped", "fold")
+RING = {"strategy": "ring"}
+# Model, tokens, ranks, how they are given, layout, options, relayouts that are left.
+CASES = [
+    *(
+        (*case, layout, RING, left)
+        for *case, left in (
+            ("small_gpt", 64, 2, "plain", 0),
+            ("small_gpt", 37, 3, "plain", 0),
+            ("llama", 64, 4, "plain", 0),
+            ("llama", 37, 3, "dtensor", 6),
+        )
+        for layout in LAYOUTS
+    ),
+    ("small_gpt", 50, 4, "dtensor", "zigzag", RING, 2),
+    ("checkpoint_one", 41, 2, "plain", "zigzag", RING, 0),
+    *(
+        (*case, RING | {"inner": "inductor"}, left)
+        for *case, left in (
+            ("small_gpt", 64, 2, "plain", "zigzag", 0),
+            ("small_gpt", 50, 4, "dtensor", "fold", 2),
+            ("checkpoint_one", 64, 2, "plain", "zigzag", 0),
+        )
+    ),
+    *(
+        ("small_gpt", 50, 4, "plain", "zigzag", {"strategy": strategy}, 0)
+        for strategy in ("all_gather", "hybrid")
+    ),
+    # GPT-2 breaks in front of its loss: values cross it in order.
+    *(("gpt2", 37, 2, "plain", layout, RING, None) for layout in LAYOUTS),
 ]
-
-
-def check_run(case, layout, inner, strategy, pools):
-    name, seq, world, door, left = case
-    options = {"inner": inner, "layout": layout, "strategy": strategy}
-    args = (run_model, name, seq, world, door, options)
-    for rank, run in enumerate(pools[world].run(*args, timeout=240)):
-        check_model(name, seq, run["values"], rank)
-        assert run["layouts"] == [layout] * 2
-        assert run["relayouts"] == [(left, 8 - left)]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", IN_ALL_LAYOUTS, ids=str)
-def test_training_step(pools, case, layout):
-    check_run(case, layout, "aot_eager", "ring", pools)
-
-
-@pytest.mark.parametrize("case", [SHARDED, ("checkpoint_one", 41, 2, "plain", 0)])
-def test_more_training_steps_in_zigzag(pools, case):
-    check_run(case, "zigzag", "aot_eager", "ring", pools)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("case", "layout", "strategy"),
-    [
-        (PLAIN, "zigzag", "ring"),
-        (SHARDED, "fold", "ring"),
-        (CHECKPOINTED, "zigzag", "ring"),
-    ],
-    ids=str,
+    ("name", "seq", "world", "door", "layout", "options", "left"), CASES, ids=str
 )
-def test_training_step_with_inductor(pools, case, layout, strategy):
-    check_run(case, layout, "inductor", strategy, pools)
-
-
-@pytest.mark.parametrize("strategy", ["all_gather", "hybrid"])
-def test_other_strategies(pools, strategy):
-    check_run(("small_gpt", 50, 4, "plain", 0), "zigzag", "aot_eager", strategy, pools)
-
-
-@pytest.mark.timeout(300)
-@IN_ONE_LAYOUT
-def test_a_graph_break_in_the_middle(pools, layout):
-    """GPT-2 of transformers breaks in front of its loss: values cross it in order."""
-    options = {"inner": "aot_eager", "layout": layout, "strategy": "ring"}
-    for rank, run in enumerate(
-        pools[2].run(run_model, "gpt2", 37, 2, "plain", options, timeout=240)
-    ):
-        check_model("gpt2", 37, run["values"], rank)
-        assert run["layouts"] == [layout] * 2
+@on_ranks("world", timeout=240)
+def test_training_step(name, seq, world, door, layout, options, left):
+    options = {"inner": "aot_eager", "layout": layout} | options
+    run = run_model(name, seq, world, door, options)
+    check_model(name, seq, run["values"], torch.distributed.get_rank())
+    assert run["layouts"] == [layout] * 2
+    assert left is None or run["relayouts"] == [(left, 8 - left)]
 
 
 class Mixed(nn.Module):
@@ -115,59 +96,37 @@ class Mixed(nn.Module):
         return x.square().mean(), x
 
 
-def run_mixed(kinds, seq, world, layout, dropout, axes):
-    """Deviations of loss, output and gradients of a training step, and relayouts."""
-    torch._dynamo.reset()
-    mesh = sequence_mesh(world)
-    if axes == 2:
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "cp"))
-    torch.manual_seed(0)
-    model = Mixed(kinds, dropout).double()
-    x, words = torch.randn(2, seq, 16).double(), torch.randn(2, 11, 16).double()
-
-    def results(step, x, words):
-        torch.manual_seed(1)
-        model.zero_grad()
-        loss, out = step(x, words)
-        grads = gradients(loss, model)
-        return {"loss": loss.detach(), "out": out.detach()} | grads
-
-    exact = results(model, x, words)
-    options = {"inner": "aot_eager", "layout": layout, "strategy": "ring"}
-    if axes == 1:
-        options |= {"mesh": mesh, "shard": {"x": 1, "words": 1}}
-    else:
-        x, words = cp.shard(x, mesh, 1), cp.shard(words, mesh, 1)
-    step = torch.compile(model, backend="cp", options=options)
-    with recording() as reports:
-        found = results(step, x, words)
-    (report,) = reports
-    return deviations(found, exact), report.relayouts_left
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("kinds", "seq", "world", "dropout", "left"),
-    [
+# Of kinds "a" is attention, "w" that to a text, "c" a convolution, "s" a sum over
+# tokens. On two mesh axes x comes in and goes out as a DTensor in order.
+MIXED = [
+    (*case, layout)
+    for case in (
         ("aa", 37, 2, 0.3, 0),
         ("awa", 37, 3, 0.0, 0),
         ("aca", 32, 2, 0.0, 2),
         ("asa", 33, 2, 0.0, 1),
-    ],
-)
-def test_around_a_call_that_mixes_tokens(
-    pools, layout, kinds, seq, world, dropout, left
-):
-    args = (run_mixed, kinds, seq, world, layout, dropout, 1)
-    for found, relayouts in pools[world].run(*args, timeout=120):
-        check(found)
-        assert relayouts == left
+        ("aa", 37, 4, 0.0, 2),
+    )
+    for layout in LAYOUTS
+]
 
 
-@IN_ONE_LAYOUT
-def test_two_mesh_axes(pools, layout):
-    args = (run_mixed, "aa", 37, 4, layout, 0.0, 2)
-    for found, relayouts in pools[4].run(*args, timeout=120):
-        check(found)
-        assert relayouts == 2, "x comes in and goes out as a DTensor in order"
+@pytest.mark.parametrize(("kinds", "seq", "world", "dropout", "left", "layout"), MIXED)
+@on_ranks("world")
+def test_around_a_call_that_mixes_tokens(kinds, seq, world, dropout, left, layout):
+    torch._dynamo.reset()
+    model = Mixed(kinds, dropout).double()
+    inputs = [torch.randn(2, n, 16, dtype=torch.float64) for n in (seq, 11)]
+    exact = run(model, inputs, model)
+    options = {"inner": "aot_eager", "layout": layout, "strategy": "ring"}
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        inputs = [cp.shard(x, mesh, 1) for x in inputs]
+    else:
+        options |= {"mesh": sequence_mesh(world), "shard": {"x": 1, "words": 1}}
+    step = torch.compile(model, backend="cp", options=options)
+    with recording() as reports:
+        found = run(step, inputs, model)
+    check(deviations(found, exact))
+    (report,) = reports
+    assert report.relayouts_left == left
