@@ -21,6 +21,7 @@ class SmallCall:
     """call(x), where x is cut along `dim`; in float64 unless `dtype` says otherwise.
 
     changed: numbers that are written into x at flat positions beforehand.
+    without_gradients: whether it is called without them, too, beforehand.
     """
 
     call: Callable[[Tensor], Any]
@@ -28,6 +29,7 @@ class SmallCall:
     dim: int = 1
     dtype: torch.dtype = torch.float64
     changed: Mapping[int, float] = field(default_factory=dict)
+    without_gradients: bool = False
 
     def make_input(self) -> Tensor:
         """Return the same x in every process; it requires a gradient if it can."""
@@ -37,6 +39,14 @@ class SmallCall:
             x.view(-1)[place] = number
         x = x.to(self.dtype)
         return x.requires_grad_(x.is_floating_point() or x.is_complex())
+
+
+def check_calls(
+    cases: Mapping[str, SmallCall], world: int, inner: str = "aot_eager"
+) -> None:
+    """Assert that all calls are as in one process, on this rank."""
+    found = failures(cases, world, inner)
+    assert not found, "\n".join(found)
 
 
 def failures(
@@ -86,8 +96,12 @@ def _results(case: SmallCall, options: dict[str, Any] | None) -> list[Tensor]:
         options = options | {"shard": {"x": case.dim}}
         compiled = torch.compile(forward, backend="cp", options=options)
     torch.manual_seed(5)
+    with torch.no_grad():
+        before = pytree.tree_leaves(compiled(x) if case.without_gradients else ())
     results = [y for y in pytree.tree_leaves(compiled(x)) if isinstance(y, Tensor)]
-    found = [y.detach().resolve_conj().resolve_neg().clone() for y in results]
+    found = [
+        y.detach().resolve_conj().resolve_neg().clone() for y in [*before, *results]
+    ]
     loss: Any = 0.0
     for number, y in enumerate(results):
         if y.requires_grad:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.cpu.against_one_process import compare
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 
 
 class Model(nn.Module):
@@ -31,10 +32,11 @@ def run_in_anomaly_mode(make):
         return compare(make, (2, 17, 8), 2)
 
 
-def test_gradients_are_those_of_one_process(pools):
-    for found in pools[2].run(run_in_anomaly_mode, Model, timeout=90):
-        found.check()
-        assert not found.warnings
+@on_ranks(2)
+def test_gradients_are_those_of_one_process():
+    found = run_in_anomaly_mode(Model)
+    found.check()
+    assert not found.warnings
 
 
 def run_to_nan(compiled: bool) -> str:
@@ -52,6 +54,6 @@ def run_to_nan(compiled: bool) -> str:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_no_number_is_found(pools, compiled):
-    for text in pools[2].run(run_to_nan, compiled, timeout=90):
-        assert "returned nan values" in text
+@on_ranks(2)
+def test_what_is_no_number_is_found(compiled):
+    assert "returned nan values" in run_to_nan(compiled)

@@ -5,8 +5,6 @@ one rank with the same random state. Attention that returns its weights is plain
 arithmetic, and its mask is that of one process without us.
 """
 
-import copy
-
 import pytest
 import torch
 import torch.nn as nn
@@ -16,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile.reporting.graph_report import recording
+from tests.cpu.against_one_process import compare_calls
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
+from tests.cpu.one_call import compiled, message_of
 from tests.support.bounds import (
-    Deviation,
     Values,
     check,
-    deviation,
     deviations,
     step,
 )
@@ -120,8 +119,11 @@ def train(call, model: nn.Module, tokens) -> Values:
 
 def in_ranks(
     name: str, seq: int, ranks: int, door: str, options: dict
-) -> tuple[Values, list[bool]]:
-    """What `ranks` ranks make of a model in float64; which calls were rewritten."""
+) -> tuple[Values, Tensor, list[bool]]:
+    """What `ranks` ranks make of a model in float64, and the random state after it.
+
+    And which calls were rewritten.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, mesh = MODELS[name]().train().double(), sequence_mesh(ranks)
@@ -134,52 +136,48 @@ def in_ranks(
     compiled = torch.compile(model, backend="cp", options=options)
     with recording() as reports, settings:
         got = train(compiled, model, tokens)
-    return got, [c.plan is not None for c in reports[0].calls]
+    state = got.pop("random state")
+    return got, state, [c.plan is not None for c in reports[0].calls]
 
 
-REWRITTEN = [name for name in MODELS if name != "weights"]
-
-
-@pytest.mark.parametrize("door", ["plain", "dtensor"])
-@pytest.mark.parametrize(("seq", "ranks"), [(16, 2), (13, 3)])
-@pytest.mark.parametrize("name", REWRITTEN)
-def test_any_number_of_ranks(pools, name, seq, ranks, door):
-    """Equals one rank, with another mask in each step and layer."""
-    ((exact, _),) = pools[1].run(in_ranks, name, seq, 1, "plain", {}, timeout=90)
-    first, second = (exact[f"loss in step {number}"] for number in range(STEPS))
-    assert first != second
-    state = exact.pop("random state")
-    for got, rewritten in pools[ranks].run(
-        in_ranks, name, seq, ranks, door, {}, timeout=90
-    ):
-        assert torch.equal(got.pop("random state"), state)
-        check(deviations(got, exact))
-        assert all(rewritten) and rewritten
-
-
-CHOICES = [
-    {"strategy": "ring", "layout": "contiguous"},
-    {"strategy": "ring", "layout": "zigzag"},
-    {"strategy": "ring", "unroll": 0},
-    {"strategy": "all_gather"},
-    {"strategy": "ulysses"},
-    {"strategy": "hybrid"},
+# Tokens, ranks, how they are given, and options.
+SETTINGS = {
+    "even": (16, 2, "plain", {}),
+    "uneven": (13, 3, "plain", {}),
+    "even dtensors": (16, 2, "dtensor", {}),
+    "uneven dtensors": (13, 3, "dtensor", {}),
+    **{
+        "-".join(map(str, options.values())): (18, 4, "plain", options)
+        for options in (
+            {"strategy": "ring", "layout": "contiguous"},
+            {"strategy": "ring", "layout": "zigzag"},
+            {"strategy": "ring", "unroll": 0},
+            {"strategy": "all_gather"},
+            {"strategy": "ulysses"},
+            {"strategy": "hybrid"},
+        )
+    },
+}
+CASES = [
+    (name, setting)
+    for setting, (seq, *_) in SETTINGS.items()
+    for name in (["everywhere"] if seq == 18 else MODELS)
+    if name != "weights"
 ]
 
 
-@pytest.mark.parametrize(
-    "options", CHOICES, ids=lambda x: "-".join(map(str, x.values()))
-)
-def test_every_strategy(pools, options):
-    name, seq = "everywhere", 18
-    ((exact, _),) = pools[1].run(in_ranks, name, seq, 1, "plain", {}, timeout=90)
-    state = exact.pop("random state")
-    for got, rewritten in pools[4].run(
-        in_ranks, name, seq, 4, "plain", options, timeout=90
-    ):
-        assert torch.equal(got.pop("random state"), state)
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_any_number_of_ranks(pools, name, setting):
+    """Equals one rank, with another mask in each step and layer."""
+    seq, ranks, door, options = SETTINGS[setting]
+    ((exact, state, _),) = pools[1].run(in_ranks, name, seq, 1, "plain", {}, timeout=90)
+    first, second = (exact[f"loss in step {number}"] for number in range(STEPS))
+    assert first != second
+    arguments = (in_ranks, name, seq, ranks, door, options)
+    for got, own_state, rewritten in pools[ranks].run(*arguments, timeout=90):
+        assert torch.equal(own_state, state)
         check(deviations(got, exact))
-        assert rewritten == [True, True]
+        assert all(rewritten) and rewritten
 
 
 def one_process(name: str, dtype: torch.dtype, seq: int) -> Values:
@@ -191,48 +189,20 @@ def one_process(name: str, dtype: torch.dtype, seq: int) -> Values:
     return train(torch.compile(model, backend="aot_eager"), model, tokens)
 
 
-def run_weights(seq: int, door: str) -> tuple[list[Deviation], bool]:
-    """Deviations of the model that returns weights; whether random states agree."""
-    exact, rough = (
-        one_process("weights", dtype, seq) for dtype in (torch.float64, torch.float32)
-    )
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, mesh = MODELS["weights"]().train(), sequence_mesh(2)
-    tokens = torch.randint(0, 50, (2, seq))
-    options = {"inner": "aot_eager", "strict": False}
-    if door == "plain":
-        options |= {"mesh": mesh, "shard": {"tokens": 1}}
-    else:
-        tokens = cp.shard(tokens, mesh, 1)
-    got = train(torch.compile(model, backend="cp", options=options), model, tokens)
-    state = rough.pop("random state")
-    same_state = torch.equal(got.pop("random state"), state)
-    # Losses are means of sines, which cancel: their errors are those of such numbers.
-    found = [
-        deviation(name, x, exact[name], rough[name], floor=float(x.ndim == 0))
-        for name, x in got.items()
-    ]
-    return found, same_state
-
-
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("seq", [16, 13])
-def test_the_mask_of_weights_is_that_of_one_device(pools, seq, door):
-    for found, same_state in pools[2].run(run_weights, seq, door, timeout=90):
-        check(found)
-        assert same_state
+@on_ranks(2)
+def test_the_mask_of_weights_is_that_of_one_device(seq, door):
+    wanted = one_process("weights", torch.float64, seq)
+    got, state, _ = in_ranks("weights", seq, 2, door, {"strict": False})
+    assert torch.equal(state, wanted.pop("random state"))
+    check(deviations(got, wanted))
 
 
 def run_ranks_agree() -> list[float]:
     """Inductor draws other numbers than one process, but the same on every rank."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, mesh = MODELS["everywhere"]().train(), sequence_mesh(2)
-    tokens = torch.randint(0, 50, (2, 16))
-    options = {"mesh": mesh, "shard": {"tokens": 1}}
-    compiled = torch.compile(model, backend="cp", options=options)
-    return [x.double().sum().item() for x in train(compiled, model, tokens).values()]
+    got, _, _ = in_ranks("everywhere", 16, 2, "plain", {"inner": "inductor"})
+    return [x.double().sum().item() for x in got.values()]
 
 
 def test_ranks_agree_with_inductor(pools):
@@ -240,39 +210,21 @@ def test_ranks_agree_with_inductor(pools):
     assert first == second
 
 
-def run_without_training() -> tuple[Deviation, list[bool]]:
-    torch._dynamo.reset()
+@on_ranks(2)
+def test_nothing_is_gathered_in_evaluation():
     torch.manual_seed(0)
-    model, mesh = MODELS["everywhere"]().eval(), sequence_mesh(2)
+    model = MODELS["everywhere"]().eval().double()
     tokens = torch.randint(0, 50, (2, 16))
-    exact, rough = copy.deepcopy(model).double()(tokens), model(tokens)
-    options = {"inner": "aot_eager", "mesh": mesh, "shard": {"tokens": 1}}
-    compiled = torch.compile(model, backend="cp", options=options)
-    with recording() as reports:
-        found = deviation("loss", compiled(tokens), exact, rough, floor=1.0)
-    return found, [c.plan is not None for c in reports[0].calls]
+    with torch.no_grad():
+        found = compare_calls(model, [(tokens,)], 2, shard={"tokens": 1})
+    found.check()
+    assert found.rewritten == [True, True]
 
 
-def test_nothing_is_gathered_in_evaluation(pools):
-    for found, rewritten in pools[2].run(run_without_training, timeout=60):
-        check([found])
-        assert rewritten == [True, True]
-
-
-def run_refused(p: float) -> str:
-    """What is raised."""
-    torch._dynamo.reset()
-    options = {"mesh": sequence_mesh(2), "shard": {"tokens": 1}, "inner": "aot_eager"}
-    model = Model(Layer(p)).train()
-    try:
-        torch.compile(model, backend="cp", options=options)(torch.zeros(2, 16).long())
-        return "nothing was raised"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_probability_of_one_is_refused(pools):
+@on_ranks(2)
+def test_a_probability_of_one_is_refused():
     """Torch takes it, and gives zeros; weights that are divided by 1 - p are none."""
-    for text in pools[2].run(run_refused, 1.0):
-        assert "attention at layers.0 (node " in text
-        assert "got dropout_p=1.0; needed a probability in [0, 1)" in text
+    call = compiled(Model(Layer(1.0)).train())
+    text = message_of(lambda: call(torch.zeros(2, 16).long()))
+    assert "attention at layers.0 (node " in text
+    assert "got dropout_p=1.0; needed a probability in [0, 1)" in text

@@ -6,17 +6,14 @@ bounds] in tests/support/bounds.py.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import check, deviations, step
+from tests.cpu.against_one_process import compare_calls
+from tests.cpu.on_ranks import on_ranks
 
 LONGEST, WIDTH, HEADS = 40, 16, 2
 
@@ -63,60 +60,24 @@ class Buffers(nn.Module):
 KINDS = ("bool", "numbers", "of two", "padded", "rows")
 
 
-def run(
-    kind: str,
-    lengths: tuple[int, ...],
-    inner: str,
-    strategy: str = "ring",
-    world: int = 2,
-) -> list[tuple]:
-    """Per length: deviations, and which calls are sharded."""
-    torch._dynamo.reset()
+LENGTHS = (24, 32, 17, LONGEST, 24)
+# Rows of a mask that is a tensor are exchanged with the heads of a hybrid. The second
+# length would be a symbol; the size of a mask is compiled as it is.
+CASES = [
+    *((kind, (24,), {}) for kind in KINDS),
+    *((kind, (24,), {"strategy": "hybrid"}) for kind in KINDS),
+    *((kind, LENGTHS, {}) for kind in ("bool", "numbers")),
+    ("bool", (24,), {"inner": "inductor"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "lengths", "options"), CASES, ids=str)
+@on_ranks(lambda options: 4 if "strategy" in options else 2)
+def test_loss_and_gradients(kind, lengths, options):
     torch.manual_seed(3)
-    whole = Buffers(kind).double()
-    model = copy.deepcopy(whole)
-    options = {"mesh": sequence_mesh(world), "strategy": strategy, "inner": inner}
-    dynamic = None if len(lengths) > 1 else False
-    compiled = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
-    answers = []
-    for length in lengths:
-        tokens = torch.arange(2 * length).view(2, length) % 50
-        with recording() as reports:
-            got = step(compiled, model, tokens)
-        found = deviations(got, step(whole, whole, tokens))
-        answers.append((found, [c.plan is not None for r in reports for c in r.calls]))
-    return answers
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients(pools, kind):
-    for answers in pools[2].run(run, kind, (24,), "aot_eager", timeout=170):
-        ((found, sharded),) = answers
-        check(found)
-        assert sharded == [True]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hybrids(pools, kind):
-    """Rows of a mask that is a tensor are exchanged with the heads."""
-    for answers in pools[4].run(run, kind, (24,), "aot_eager", "hybrid", 4, timeout=90):
-        ((found, sharded),) = answers
-        check(found)
-        assert sharded == [True]
-
-
-@pytest.mark.parametrize("kind", ["bool", "numbers"])
-def test_each_length_has_its_part(pools, kind):
-    """The second length would be a symbol; the size of a mask is compiled as it is."""
-    lengths = (24, 32, 17, LONGEST, 24)
-    for answers in pools[2].run(run, kind, lengths, "aot_eager", timeout=170):
-        for found, sharded in answers:
-            check(found)
-            assert sharded == [True]
-
-
-def test_compiled_by_inductor(pools):
-    for answers in pools[2].run(run, "bool", (24,), "inductor", timeout=170):
-        ((found, sharded),) = answers
-        check(found)
-        assert sharded == [True]
+    calls = [(torch.arange(2 * n).view(2, n) % 50,) for n in lengths]
+    how = {"strategy": "ring", "dynamic": None if len(calls) > 1 else False} | options
+    world = 4 if how["strategy"] == "hybrid" else 2
+    found = compare_calls(Buffers(kind).double(), calls, world, **how)
+    found.check()
+    assert found.rewritten == [True] * len(calls)

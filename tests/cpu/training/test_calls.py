@@ -13,7 +13,9 @@ from torch.distributed.tensor import (
 )
 
 import cpcompile as cp
+from tests.cpu.against_one_process import compare_calls
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.programs import Base, Breaks
 from tests.support.bounds import (
     Deviation,
@@ -30,7 +32,9 @@ def reference(model: nn.Module, tokens: Tensor) -> tuple[Values, Values]:
     return in_one_process(lambda alone: step(alone, alone, tokens), model)
 
 
-def run_on_two_axes(placement) -> list[Deviation]:
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["batch", "whole"])
+@on_ranks(4)
+def test_a_mesh_with_two_axes(placement):
     """Batch on one mesh axis, sequence on the other, DTensor inputs."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -40,16 +44,11 @@ def run_on_two_axes(placement) -> list[Deviation]:
     values = reference(model, tokens)
     compiled = torch.compile(model, backend="cp", options={"inner": "aot_eager"})
     given = distribute_tensor(tokens, mesh, [placement, Shard(1)])
-    return deviations(step(compiled, model, given), *values)
+    check(deviations(step(compiled, model, given), *values))
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["batch", "whole"])
-def test_a_mesh_with_two_axes(pools, placement):
-    for found in pools[4].run(run_on_two_axes, placement, timeout=90):
-        check(found)
-
-
-def run_unreduced() -> list[Deviation]:
+@on_ranks(2)
+def test_gradients_may_stay_local():
     """grad_sync="none": the sum over ranks of what stays local is the gradient."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -64,15 +63,11 @@ def run_unreduced() -> list[Deviation]:
     for name, x in got.items():
         if name != "loss":
             torch.distributed.all_reduce(x)
-    return deviations(got, *values)
+    check(deviations(got, *values))
 
 
-def test_gradients_may_stay_local(pools):
-    for found in pools[2].run(run_unreduced, timeout=90):
-        check(found)
-
-
-def run_unreduced_parameters() -> tuple[list[Deviation], set[str]]:
+@on_ranks(2)
+def test_gradients_of_distributed_parameters_may_stay_partial():
     """grad_sync="none" with distributed parameters: their gradients are Partial."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -85,13 +80,8 @@ def run_unreduced_parameters() -> tuple[list[Deviation], set[str]]:
     compiled = torch.compile(model, backend="cp", options=options)
     got = step(compiled, model, cp.shard(tokens, mesh, 1))
     placements = {str(p.grad.placements) for p in model.parameters()}
-    return deviations(got, *values), placements
-
-
-def test_gradients_of_distributed_parameters_may_stay_partial(pools):
-    for found, placements in pools[2].run(run_unreduced_parameters, timeout=60):
-        check(found)
-        assert placements == {"(Partial(sum),)"}
+    check(deviations(got, *values))
+    assert placements == {"(Partial(sum),)"}
 
 
 def loss_alone(model: nn.Module, tokens: Tensor) -> tuple[Values, Values]:
@@ -114,38 +104,24 @@ def run_inference() -> list[Deviation]:
         return found + deviations({"loss": compiled(tokens)}, *values)
 
 
-def test_inference(pools):
-    for found in pools[2].run(run_inference, timeout=90):
-        check(found)
-
-
-def run_lengths(door: str, dynamic: bool | None) -> list[Deviation]:
-    """One compiled model, called with several lengths."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    mesh = sequence_mesh(2)
-    model = Base()
-    options = {"inner": "aot_eager"}
-    if door == "plain":
-        options |= {"mesh": mesh, "shard": {"tokens": 1}}
-    compiled = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
-    found = []
-    for seq in (16, 24, 17, 16):
-        tokens = torch.randint(0, 50, (2, seq))
-        values = reference(model, tokens)
-        given = tokens if door == "plain" else cp.shard(tokens, mesh, 1)
-        found += deviations(step(compiled, model, given), *values)
-    return found
+@on_ranks(2)
+def test_inference():
+    check(run_inference())
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
-def test_lengths_may_change(pools, door, dynamic):
-    for found in pools[2].run(run_lengths, door, dynamic, timeout=90):
-        check(found)
+@on_ranks(2)
+def test_lengths_may_change(door, dynamic):
+    """One compiled model, called with several lengths."""
+    calls = [(torch.randint(0, 50, (2, seq)),) for seq in (16, 24, 17, 16)]
+    named = {"shard": {"tokens": 1}} if door == "plain" else {}
+    model = Base().double()
+    compare_calls(model, calls, 2, door, dynamic=dynamic, **named).check()
 
 
-def run_mode_and_explain() -> tuple[list[Deviation], int, int]:
+@on_ranks(2)
+def test_a_mode_and_explain_twice():
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = sequence_mesh(2)
@@ -157,10 +133,7 @@ def run_mode_and_explain() -> tuple[list[Deviation], int, int]:
     first, second = cp.explain(compiled, given), cp.explain(compiled, given)
     assert str(first) == str(second)
     (call,) = first.calls
-    return found, call.query[2], len(first.graphs)
-
-
-def test_a_mode_and_explain_twice(pools):
-    for found, length, graphs in pools[2].run(run_mode_and_explain, timeout=100):
-        check(found)
-        assert length == 16 and graphs == 1
+    length = call.query[2]
+    graphs = len(first.graphs)
+    check(found)
+    assert length == 16 and graphs == 1

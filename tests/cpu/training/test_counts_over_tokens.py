@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.small_calls import SmallCall, failures
+from tests.cpu.on_ranks import on_ranks
+from tests.support.small_calls import SmallCall, check_calls
 
 GENERATOR = torch.Generator().manual_seed(7)
 NUMBERS = torch.randint(3, (2, 7), generator=GENERATOR)
@@ -212,21 +213,9 @@ KINDS = {
 }
 
 
-@pytest.mark.timeout(170)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_second_call_equals_one_process(pools, kind):
-    """With the other half, the next test."""
-    assert pools[2].run(failures_of, kind, 2, 0, timeout=160) == [[], []]
-
-
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_other_calls_equal_one_process(pools, kind, world):
-    found = pools[world].run(failures_of, kind, world, 1, timeout=290)
-    assert found == [[]] * world
-
-
-def failures_of(kind, world, first):
-    cases = list(KINDS[kind].items())[first::2]
-    return failures(dict(cases), world)
+@pytest.mark.parametrize(("first", "world"), [(0, 2), (1, 2), (1, 3)])
+@on_ranks("world", timeout=290)
+def test_every_second_call_equals_one_process(first, world, kind):
+    check_calls(dict(list(KINDS[kind].items())[first::2]), world)

@@ -6,6 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from tests.cpu.against_one_process import compare
+from tests.cpu.on_ranks import on_ranks
 
 sdpa = F.scaled_dot_product_attention
 
@@ -75,24 +76,16 @@ PROGRAMS = {
 }
 
 
-def run_program(make: type, world: int, door: str, strategy: str):
-    return compare(make, PROGRAMS[make], world, door, strategy=strategy)
-
-
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("make", PROGRAMS)
-def test_gradients_are_those_of_one_process(pools, make, door, strategy):
-    for found in pools[2].run(run_program, make, 2, door, strategy, timeout=90):
-        found.check()
-
-
-def run_two_tokens(strategy: str):
-    return compare(Residual, (2, 2, 48), 3, strategy=strategy)
+@on_ranks(2)
+def test_gradients_are_those_of_one_process(make, door, strategy):
+    compare(make, PROGRAMS[make], 2, door, strategy=strategy).check()
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-def test_a_rank_without_tokens_shards_what_others_shard(pools, strategy):
+@on_ranks(3)
+def test_a_rank_without_tokens_shards_what_others_shard(strategy):
     """Nothing is wrong with an empty part: what is done is decided by the whole."""
-    for found in pools[3].run(run_two_tokens, strategy, timeout=60):
-        found.check()
+    compare(Residual, (2, 2, 48), 3, strategy=strategy).check()

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from cpcompile.accounting.graph_account import Kind
 from tests.cpu.against_one_process import compare, run
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations
 from tests.support.grids import MODULES, WIDTH, Attention, Windows
 from tests.support.profiled_messages import Messages
@@ -24,21 +25,17 @@ CASES = [
 ]
 
 
-def compared(name, world, batch, door):
+@pytest.mark.parametrize(("name", "world", "batch", "door"), CASES)
+@on_ranks("world")
+def test_it_equals_one_process(name, world, batch, door):
     make, tokens = MODULES[name]
     options = {} if door == "dtensor" else {"shard": {"x": 1}}
-    return compare(make, (batch, tokens, WIDTH), world, door, **options)
+    compare(make, (batch, tokens, WIDTH), world, door, **options).check()
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(("name", "world", "batch", "door"), CASES)
-def test_it_equals_one_process(pools, name, world, batch, door):
-    for comparison in pools[world].run(compared, name, world, batch, door, timeout=100):
-        comparison.check()
-
-
-def on_two_axes():
-    """Samples are shared out over dp, and uneven rows of windows over cp."""
+@on_ranks(4)
+def test_windows_of_samples_on_another_axis():
+    """They are exchanged for columns of windows: the samples are shared out already."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     alone = Windows(rows=12).double()
@@ -49,14 +46,7 @@ def on_two_axes():
     compiled = torch.compile(model, backend="cp", options=options)
     given = distribute_tensor(x, mesh, [Shard(0), Shard(1)]).requires_grad_()
     wanted = run(alone, x.clone().requires_grad_(), alone)
-    return deviations(run(compiled, given, model), wanted)
-
-
-@pytest.mark.timeout(120)
-def test_windows_of_samples_on_another_axis(pools):
-    """They are exchanged for columns of windows: the samples are shared out already."""
-    for found in pools[4].run(on_two_axes, timeout=100):
-        check(found)
+    check(deviations(run(compiled, given, model), wanted))
 
 
 class ChannelsFirst(nn.Module):
@@ -73,8 +63,10 @@ class ChannelsFirst(nn.Module):
         return y.sin().square().mean()
 
 
-def without_gradients(frozen):
-    """A result, with one process beside it, and bytes that are gathered."""
+@pytest.mark.parametrize("frozen", [True, False])
+@on_ranks(2)
+def test_a_layer_whose_weights_require_no_gradient(frozen):
+    """torch multiplies each row by weights that require none, not all rows at once."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = ChannelsFirst().double(), torch.randn(2, 48, WIDTH, dtype=torch.float64)
@@ -87,13 +79,7 @@ def without_gradients(frozen):
         with Messages(2, torch.distributed.get_rank()) as messages:
             got = compiled(x)
     found = {"loss": got.detach()}, {"loss": wanted.detach()}
-    return deviations(*found), messages.sizes[Kind.ALL_GATHER]
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_layer_whose_weights_require_no_gradient(pools, frozen):
-    """torch multiplies each row by weights that require none, not all rows at once."""
-    for found, gathered in pools[2].run(without_gradients, frozen, timeout=50):
-        check(found)
-        assert gathered == 0
+    found = deviations(*found)
+    gathered = messages.sizes[Kind.ALL_GATHER]
+    check(found)
+    assert gathered == 0

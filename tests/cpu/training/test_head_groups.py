@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn as nn
@@ -14,10 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import cpcompile as cp
 from cpcompile import config
 from cpcompile.accounting.graph_account import GraphDirection, Kind, Purpose
-from cpcompile.reporting.graph_report import recording
-from tests.cpu.against_one_process import Comparison, compare, run
-from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import deviations
+from tests.cpu.against_one_process import compare, compare_calls, hidden_states
+from tests.cpu.on_ranks import on_ranks
 
 HEADS, DIM, WIDTH = 12, 8, 24
 
@@ -65,25 +61,6 @@ def budget(kv_heads: int, tokens: int, world: int) -> int:
     return ulysses.peak_extra_bytes - 1
 
 
-def compared(
-    kv_heads: int, documents: bool, tokens: int, world: int, how: str
-) -> tuple[Comparison, set[str]]:
-    """A comparison with one process, and how attention ran."""
-
-    def make() -> nn.Module:
-        return Layers(kv_heads, documents, again=how == "checkpoint")
-
-    options = {"strategy": "ulysses"}
-    if how == "inductor":
-        options["inner"] = "inductor"
-    door = "dtensor" if how == "dtensor" else "plain"
-    limit = budget(kv_heads, tokens, world)
-    with config.patch(memory_budget=limit), recording() as reports:
-        found = compare(make, (2, tokens, WIDTH), world, door, **options)
-    plans = [call.plan for report in reports for call in report.calls]
-    return found, {plan.chosen.label for plan in plans if plan is not None}
-
-
 CASES = [
     (kv_heads, documents, tokens, world, how)
     for kv_heads in (12, 3, 2)
@@ -95,71 +72,57 @@ CASES = [
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("kv_heads", "documents", "tokens", "world", "how"), CASES)
-def test_it_equals_one_process(pools, kv_heads, documents, tokens, world, how):
-    given = (kv_heads, documents, tokens, world, how)
-    for comparison, labels in pools[world].run(compared, *given, timeout=200):
-        comparison.check()
-        assert comparison.warnings == []
-        (label,) = labels
-        assert label.startswith("ulysses in ") and label.endswith(" groups of heads")
+@on_ranks("world", timeout=200)
+def test_it_equals_one_process(kv_heads, documents, tokens, world, how):
+    def make() -> nn.Module:
+        return Layers(kv_heads, documents, again=how == "checkpoint")
+
+    options = {"strategy": "ulysses"}
+    options["inner"] = "inductor" if how == "inductor" else "aot_eager"
+    door = "dtensor" if how == "dtensor" else "plain"
+    with config.patch(memory_budget=budget(kv_heads, tokens, world)):
+        found = compare(make, (2, tokens, WIDTH), world, door, **options)
+    found.check()
+    assert found.warnings == []
+    plans = [call.plan for report in found.reports for call in report.calls]
+    (label,) = {plan.chosen.label for plan in plans if plan is not None}
+    assert label.startswith("ulysses in ") and label.endswith(" groups of heads")
 
 
-def lengths(world: int) -> list[Comparison]:
-    """Comparisons for one length after another, of which Dynamo makes a symbol."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+@on_ranks(2)
+def test_one_program_for_many_lengths():
     model = Layers(12, documents=False, again=False).double()
-    options = {"mesh": sequence_mesh(world), "inner": "aot_eager"}
-    options["strategy"] = "ulysses"
-    call = torch.compile(model, backend="cp", dynamic=True, options=options)
-    found = []
-    with config.patch(memory_budget=budget(12, 40, world)):
-        for n in (40, 37, 39):
-            x = torch.randn(2, n, WIDTH, dtype=torch.float64)
-            wanted = run(model, x.clone().requires_grad_(), model)
-            values = run(call, x.requires_grad_(), model)
-            found.append(Comparison(deviations(values, wanted), []))
-    return found
+    calls = [hidden_states(n, WIDTH) for n in (40, 37, 39)]
+    with config.patch(memory_budget=budget(12, 40, 2)):
+        compare_calls(model, calls, 2, strategy="ulysses", dynamic=True).check()
 
 
-def test_one_program_for_many_lengths(pools):
-    for comparisons in pools[2].run(lengths, 2, timeout=100):
-        for comparison in comparisons:
-            comparison.check()
+Sent = dict[tuple[GraphDirection, Kind], tuple[int, int]]
 
 
-def exchanged(
-    kv_heads: int, limit: int | str
-) -> tuple[dict[Any, tuple[int, int]], float]:
+def exchanged(kv_heads: int, limit: int | str) -> tuple[Sent, float]:
     """Messages and bytes of attention that a training step receives, and its work.
 
     The work is that of a rank over that of one device.
     """
-    torch._dynamo.reset()
     model = Layers(kv_heads, documents=False, again=False).double()
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "ulysses"}
-    call = torch.compile(model, backend="cp", options=options)
-    x = torch.randn(2, 40, WIDTH, dtype=torch.float64).requires_grad_()
-    with config.patch(memory_budget=limit), recording() as reports:
-        call(x)
-    found: dict[Any, tuple[int, int]] = {}
-    for report in reports:
-        for account in report.accounts:
-            for e in account.exchanges:
-                if e.purpose is Purpose.ATTENTION:
-                    key = (e.direction, e.kind)
-                    messages, size = found.get(key, (0, 0))
-                    found[key] = (messages + e.messages, size + e.bytes)
-    work = [account.work for report in reports for account in report.accounts]
-    share = sum(x.flops for x in work) / sum(x.whole_flops for x in work)
-    return found, share
+    calls = [hidden_states(40, WIDTH)]
+    with config.patch(memory_budget=limit):
+        step = compare_calls(model, calls, 2, strategy="ulysses")
+    found: Sent = {}
+    for e in step.exchanges:
+        if e.purpose is Purpose.ATTENTION:
+            messages, size = found.get((e.direction, e.kind), (0, 0))
+            found[e.direction, e.kind] = (messages + e.messages, size + e.bytes)
+    work = [account.work for report in step.reports for account in report.accounts]
+    return found, sum(x.flops for x in work) / sum(x.whole_flops for x in work)
 
 
 @pytest.mark.parametrize("kv_heads", [12, 2])
-def test_groups_send_the_same_bytes(pools, kv_heads):
-    limit = budget(kv_heads, 40, 2)
-    whole, share = pools[2].run(exchanged, kv_heads, "auto")[0]
-    some, same_share = pools[2].run(exchanged, kv_heads, limit)[0]
+@on_ranks(2)
+def test_groups_send_the_same_bytes(kv_heads):
+    whole, share = exchanged(kv_heads, "auto")
+    some, same_share = exchanged(kv_heads, budget(kv_heads, 40, 2))
     assert same_share == pytest.approx(share) == pytest.approx(0.5, rel=0.02)
     for direction in (GraphDirection.FORWARD, GraphDirection.BACKWARD):
         messages, size = whole[direction, Kind.ALL_TO_ALL]

@@ -1,24 +1,22 @@
 """Attention calls in every form that models have, against one process.
 
-Each kind is a function of whole tensors as a user writes it. References and tolerances
-are those of Note [Derived tolerances] in attention_cases.
+Each kind is a function of whole tensors as a user writes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-import cpcompile as cp
-from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh, tolerance
-from tests.support.bounds import check, deviation
+from tests.cpu.against_one_process import Comparison, compare_calls
+from tests.cpu.on_ranks import on_ranks
 from tests.support.pairwise import selected_cases
 
 sdpa = F.scaled_dot_product_attention
@@ -128,57 +126,30 @@ KINDS = {
 PLAIN_ONLY = {"two dims", "cross, whole keys", "cross, whole queries"}
 
 
-def make_inputs(kind: Kind, dtype: torch.dtype) -> list[Tensor]:
+class Called(nn.Module):
+    """A call whose arguments have names that options can say."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.kind.call(query, key, value)
+
+
+def compared(
+    kind: Kind, strategy: str, world: int, door: str, inner: str = "aot_eager"
+) -> Comparison:
     generator = torch.Generator().manual_seed(7)
-    shapes = (kind.q, kind.k, kind.v)
-    return [
-        torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-        for shape in shapes
+    inputs = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in (kind.q, kind.k, kind.v)
     ]
-
-
-def results(fn: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """The output and the gradients of a sum that weighs all elements differently."""
-    out = fn(*inputs)
-    whole = out.full_tensor() if isinstance(out, DTensor) else out
-    weights = torch.arange(whole.numel()).view(whole.shape).cos().to(whole.dtype)
-    grads = torch.autograd.grad((whole * weights).sum(), inputs)
-    grads = [x.full_tensor() if isinstance(x, DTensor) else x for x in grads]
-    return [whole.detach(), *grads]
-
-
-def run_kind(
-    name: str, strategy: str, world: int, door: str, inner: str
-) -> tuple[list[Tensor], list[bool]]:
-    """The results on this rank, and which of the calls were rewritten."""
-    torch._dynamo.reset()
-    kind, mesh = KINDS[name], sequence_mesh(world)
-    inputs = make_inputs(kind, torch.float32)
-    options = {"strategy": strategy, "inner": inner}
-
-    def attend(query, key, value):
-        return kind.call(query, key, value)
-
+    options: dict[str, Any] = {"strategy": strategy, "inner": inner, "fullgraph": True}
     if door == "plain":
         dims = zip(("query", "key", "value"), kind.dims, strict=True)
-        options |= {"mesh": mesh, "shard": {n: d for n, d in dims if d is not None}}
-    else:
-        inputs = [
-            cp.shard(x.detach(), mesh, dim).requires_grad_()
-            for x, dim in zip(inputs, kind.dims, strict=True)
-        ]
-    function = torch.compile(attend, backend="cp", options=options, fullgraph=True)
-    with recording() as reports:
-        got = results(function, inputs)
-    return got, [c.plan is not None for r in reports for c in r.calls]
-
-
-def check_kind(kind: Kind, got: list[Tensor], rank: int) -> None:
-    exact = results(kind.call, make_inputs(kind, torch.float64))
-    plain = results(kind.call, make_inputs(kind, torch.float32))
-    names = [f"{x} on rank {rank}" for x in ("out", "dq", "dk", "dv")]
-    found = zip(names, got, exact, map(tolerance, exact, plain), strict=True)
-    check([deviation(name, x, y, limit=limit) for name, x, y, limit in found])
+        options["shard"] = {name: dim for name, dim in dims if dim is not None}
+    return compare_calls(Called(kind), [inputs], world, door, dims=kind.dims, **options)
 
 
 AXES = {
@@ -187,52 +158,31 @@ AXES = {
     "world": (2, 3),
     "door": ("plain", "dtensor"),
 }
+CASES = [
+    (*values.values(), "aot_eager")
+    for values in selected_cases(AXES)
+    if values["door"] == "plain" or values["kind"] not in PLAIN_ONLY
+]
+CASES += [
+    (name, AXES["strategy"][number % 3], 2, "plain", "inductor")
+    for number, name in enumerate(KINDS)
+]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        values
-        for values in selected_cases(AXES)
-        if values["door"] == "plain" or values["kind"] not in PLAIN_ONLY
-    ],
-    ids=lambda values: "-".join(map(str, values.values())),
-)
-def test_forward_and_gradients(pools, values):
-    name, *rest = values.values()
-    runs = pools[values["world"]].run(run_kind, name, *rest, "aot_eager", timeout=60)
-    for rank, (got, rewritten) in enumerate(runs):
-        assert rewritten == [True]
-        check_kind(KINDS[name], got, rank)
+@pytest.mark.parametrize(("name", "strategy", "world", "door", "inner"), CASES)
+@on_ranks("world")
+def test_forward_and_gradients(name, strategy, world, door, inner):
+    found = compared(KINDS[name], strategy, world, door, inner)
+    found.check()
+    assert found.rewritten == [True]
 
 
-STRATEGIES = ("ring", "all_gather", "ulysses")
+def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(q, k, v, 0.0, True)[0]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_with_inductor(pools, name):
-    strategy = STRATEGIES[list(KINDS).index(name) % len(STRATEGIES)]
-    args = (run_kind, name, strategy, 2, "plain", "inductor")
-    for rank, (got, rewritten) in enumerate(pools[2].run(*args, timeout=120)):
-        assert rewritten == [True]
-        check_kind(KINDS[name], got, rank)
-
-
-def run_kernel() -> list[Tensor]:
-    """The operator behind scaled_dot_product_attention, called by its name."""
-    torch._dynamo.reset()
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    options = {"mesh": sequence_mesh(2), "shard": {"query": 2, "key": 2, "value": 2}}
-
-    def attend(query, key, value):
-        return kernel(query, key, value, 0.0, True)[0]
-
-    inputs = make_inputs(KINDS["positional"], torch.float32)
-    options |= {"inner": "aot_eager"}
-    return results(torch.compile(attend, backend="cp", options=options), inputs)
-
-
-def test_a_kernel_that_is_called_by_its_name_is_right(pools):
+@on_ranks(2)
+def test_a_kernel_that_is_called_by_its_name_is_right():
     """It is no call that a strategy is chosen for, see ops/dtensor/dtensor_sdpa.py."""
-    for rank, got in enumerate(pools[2].run(run_kernel, timeout=60)):
-        check_kind(Kind.of(causal, X), got, rank)
+    compared(Kind.of(kernel, X), "auto", 2, "plain").check()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import cpcompile as cp
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
 from tests.cpu.programs import HEADS, WIDTH, attend
 from tests.support.bounds import check, deviations, in_one_process
@@ -82,7 +83,9 @@ class Model(nn.Module):
         return attend(self.part(attend(self.embedding(tokens)))).square().mean()
 
 
-def run(part):
+@pytest.mark.parametrize("part", REFUSED + OTHERS, ids=lambda part: part.__name__)
+@on_ranks(2)
+def test_whatever_runs_runs(part):
     """The refusal under strict, if there is one, and deviations without."""
     torch.manual_seed(0)
     model = Model(part).double()
@@ -103,19 +106,14 @@ def run(part):
         return torch.compile(model, backend="cp", options=options)
 
     message = message_of(lambda: step(compiled(True)))
-    return message, deviations(step(compiled(False)), *values)
+    found = deviations(step(compiled(False)), *values)
+    if part in REFUSED:
+        assert "RewriteError" in message or "Dropout" in message, message
+    check(found)
 
 
-@pytest.mark.timeout(170)
-@pytest.mark.parametrize("part", REFUSED + OTHERS, ids=lambda part: part.__name__)
-def test_whatever_runs_runs(pools, part):
-    for message, found in pools[2].run(run, part, timeout=160):
-        if part in REFUSED:
-            assert "RewriteError" in message or "Dropout" in message, message
-        check(found)
-
-
-def cache_step(strict):
+@on_ranks(2)
+def test_a_cache_that_is_written_in_part():
     """A write into a part of a cache that is sharded along its tokens."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -130,13 +128,10 @@ def cache_step(strict):
     want_cache = cache.clone()
     want = decode(want_cache, k)
     given = cp.shard(cache, mesh, 2)
-    options = {"inner": "aot_eager", "strict": strict}
+    options = {"inner": "aot_eager", "strict": False}
     with torch.no_grad():
         got = torch.compile(decode, backend="cp", options=options)(given, k)
     whole = got.full_tensor() if hasattr(got, "full_tensor") else got
-    return (whole - want).abs().max(), (given.full_tensor() - want_cache).abs().max()
-
-
-def test_a_cache_that_is_written_in_part(pools):
-    for error, of_cache in pools[2].run(cache_step, False):
-        assert error < 1e-5 and of_cache == 0
+    error = (whole - want).abs().max()
+    of_cache = (given.full_tensor() - want_cache).abs().max()
+    assert error < 1e-5 and of_cache == 0

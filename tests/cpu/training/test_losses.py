@@ -1,18 +1,14 @@
 """Losses of a sequence that the ranks divide, or not, equal those of one process."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import cpcompile as cp
-from cpcompile import logs
-from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.against_one_process import compare_calls
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.programs import attend
-from tests.support.bounds import check, deviations, in_one_process
 
 CLASSES, WIDTH = 9, 8
 POSITIVE = torch.linspace(0.5, 2.0, WIDTH)
@@ -126,72 +122,38 @@ class Model(nn.Module):
         return [LOSSES[name](y, other, logits, labels) for name in self.names]
 
 
-def run(names, seq, world, own_target, inner="aot_eager", layout="contiguous"):
-    """Deviations of all losses and of the gradients, the report, and warnings."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Model(names, own_target).double()
-    x = torch.randn(2, seq, WIDTH, dtype=torch.float64)
-    target = torch.randn_like(x)
-    labels = torch.randint(0, CLASSES, (2, seq))
-
-    def step(call, model):
-        model.zero_grad()
-        leaf = target.to(model.head.weight.dtype).requires_grad_()
-        losses = call(x.to(leaf.dtype), leaf, labels)
-        sum(x * (i % 7 + 1) for i, x in enumerate(losses)).backward()
-        named = {n: p.grad for n, p in model.named_parameters()} | {"target": leaf.grad}
-        grads = {f"grad of {n}": g for n, g in named.items() if g is not None}
-        results = (x.detach() for x in losses)
-        return dict(zip(names, results, strict=True)) | grads
-
-    values = in_one_process(lambda alone: step(alone, alone), model)
-    options = {"inner": inner, "mesh": sequence_mesh(world), "shard": {"x": 1}}
-    options |= {"strategy": "ring", "layout": layout}
-    compiled = torch.compile(model, backend="cp", options=options)
-    logs.warn_once.cache_clear()
-    with (
-        recording() as reports,
-        cp.config.patch(hardware="cpu"),
-        mock.patch.object(logs.log, "warning") as warning,
-    ):
-        got = step(compiled, model)
-    (report,) = reports
-    return deviations(got, *values), report, [str(x) for x in warning.mock_calls]
-
-
 # Each third, in programs of their own.
-NAMES = {str(i): list(LOSSES)[i::3] for i in range(3)}
-parts = pytest.mark.parametrize("part", NAMES)
+NAMES = {str(i): list(LOSSES)[i::3] for i in range(3)} | {"l1": ["l1 weighted"]}
+# Tokens, ranks, whether the target is the model's, and options. 4 tokens leave the last
+# of 3 ranks none; a target from outside is an input whose gradient is needed.
+SETTINGS = {
+    "uneven": (17, 2, False, {}),
+    "even": (16, 2, False, {}),
+    "of the model": (4, 3, True, {}),
+    "zigzag": (19, 2, True, {"layout": "zigzag"}),
+    "inductor": (17, 2, False, {"inner": "inductor"}),
+}
 
 
-def check_all(pools, part, seq, world, *args):
-    names = NAMES.get(part, [part])
-    for found, report, warnings in pools[world].run(
-        run, names, seq, world, *args, timeout=170
-    ):
-        check(found)
-        assert warnings == []
-        assert report.gathered == () and not report.relayouts_left
-
-
-@parts
-@pytest.mark.parametrize("seq", [16, 17], ids=str)
-def test_losses(pools, part, seq):
-    """On 2 ranks; the target is an input whose gradient is needed."""
-    check_all(pools, part, seq, 2, False)
-
-
-@parts
-def test_losses_of_two_values_of_a_model(pools, part):
-    """4 tokens on 3 ranks, the last of which has none; the target is sharded."""
-    check_all(pools, part, 4, 3, True)
-
-
-@parts
-def test_losses_in_a_layout(pools, part):
-    check_all(pools, part, 19, 2, True, "aot_eager", "zigzag")
-
-
-def test_a_compiled_loss(pools):
-    check_all(pools, "l1 weighted", 17, 2, False, "inductor")
+@pytest.mark.parametrize(
+    ("part", "setting"),
+    [
+        *((part, x) for x in SETTINGS if x != "inductor" for part in "012"),
+        ("l1", "inductor"),
+    ],
+)
+@on_ranks(lambda setting: SETTINGS[setting][1])
+def test_losses(part, setting):
+    seq, world, own_target, options = SETTINGS[setting]
+    torch.manual_seed(0)
+    model = Model(NAMES[part], own_target).double()
+    x, target = torch.randn(2, 2, seq, WIDTH, dtype=torch.float64)
+    labels = torch.randint(0, CLASSES, (2, seq))
+    options = {"strategy": "ring", "layout": "contiguous"} | options
+    with cp.config.patch(hardware="cpu"):
+        inputs = (x, target.requires_grad_(), labels)
+        found = compare_calls(model, [inputs], world, shard={"x": 1}, **options)
+    found.check()
+    assert found.warnings == []
+    (report,) = found.reports
+    assert report.gathered == () and not report.relayouts_left

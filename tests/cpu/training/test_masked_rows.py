@@ -7,9 +7,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.cpu.against_one_process import Comparison, compare
+from tests.cpu.against_one_process import compare
 from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import deviations
+from tests.cpu.on_ranks import on_ranks
+from tests.cpu.one_call import message_of
 
 BATCH, WIDTH, HEADS = 2, 8, 2
 
@@ -206,61 +207,42 @@ class Rows(nn.Module):
         return attend(first), *others
 
 
-def run_forms(forms, seq, door, layout, inner="aot_eager") -> dict[str, Comparison]:
-    world = torch.distributed.get_world_size()
-    reads = any(form in READS for form in forms)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=reads):
-        return {
-            form.__name__: compare(
-                lambda f=form: Rows(f, seq),
-                (BATCH, seq, WIDTH),
-                world,
-                door,
-                layout=layout,
-                inner=inner,
-                strategy="ring",
-            )
-            for form in forms
-        }
-
-
 SOME = (assigned, tokens_of_each, scattered, in_a_region)
-SETTINGS = [
-    (2, 16, "plain", "zigzag", SOME),
-    (3, 17, "plain", "contiguous", FORMS),
-    (2, 16, "dtensor", "contiguous", FORMS),
-    (2, 16, "plain", "zigzag", FORMS),
-    (3, 17, "dtensor", "contiguous", FORMS),
-    (3, 18, "plain", "striped", FORMS),
-]
+COMPILED = (assigned, scattered, scattered_entries)
+SETTINGS = {
+    "some": (2, 16, "plain", "zigzag", SOME),
+    "zigzag": (2, 16, "plain", "zigzag", FORMS),
+    "dtensors": (2, 16, "dtensor", "contiguous", FORMS),
+    "three ranks": (3, 17, "plain", "contiguous", FORMS),
+    "dtensors on three": (3, 17, "dtensor", "contiguous", FORMS),
+    "striped": (3, 18, "plain", "striped", FORMS),
+    "inductor": (2, 16, "plain", "zigzag", COMPILED),
+    "some reads": (2, 16, "plain", "zigzag", SOME_READS),
+    "reads": (2, 16, "plain", "zigzag", READS),
+    "reads on three": (3, 17, "plain", "contiguous", READS),
+}
 
 
-@pytest.mark.timeout(170)
-@pytest.mark.parametrize(("world", "seq", "door", "layout", "forms"), SETTINGS)
-def test_rows_are_written_by_each_rank(pools, world, seq, door, layout, forms):
-    """Nothing is gathered but the rows, where they are a sharded sequence."""
-    for ranks in pools[world].run(run_forms, forms, seq, door, layout, timeout=160):
-        for name, comparison in ranks.items():
-            comparison.check()
-            assert door == "dtensor" or not comparison.warnings, name
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks(lambda setting: SETTINGS[setting][0])
+def test_rows_are_written_by_each_rank(setting):
+    """Nothing is gathered but the rows, where they are read or a sharded sequence.
 
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("world", "seq", "layout", "forms"),
-    [
-        (2, 16, "zigzag", SOME_READS),
-        (2, 16, "zigzag", READS),
-        (3, 17, "contiguous", READS),
-    ],
-)
-def test_rows_that_are_read(pools, world, seq, layout, forms):
-    """Rows that are only added to what is there are not read."""
-    for ranks in pools[world].run(run_forms, forms, seq, "plain", layout, timeout=110):
-        for name, comparison in ranks.items():
-            comparison.check()
-            adds = name in ("added", "added_number", "deep_stack")
-            assert bool(comparison.warnings) is not adds, name
+    Rows that are only added to what is there are not read.
+    """
+    world, seq, door, layout, forms = SETTINGS[setting]
+    options = {"layout": layout, "strategy": "ring"}
+    options["inner"] = "inductor" if setting == "inductor" else "aot_eager"
+    reads = "reads" in setting
+    for form in forms:
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=reads):
+            shape = (BATCH, seq, WIDTH)
+            found = compare(lambda f=form: Rows(f, seq), shape, world, door, **options)
+        found.check()
+        adds = form in (added, added_number, deep_stack)
+        gathers = reads and not adds
+        assert door == "dtensor" or bool(found.warnings) == gathers, form.__name__
 
 
 class MaskOfValues(nn.Module):
@@ -277,69 +259,29 @@ class MaskOfValues(nn.Module):
         return attend(y + written)
 
 
-def run_mask_of_values(door) -> Comparison:
-    world = torch.distributed.get_world_size()
-    options = {"strategy": "ring", "layout": "contiguous"}
-    return compare(MaskOfValues, (BATCH, 15, WIDTH), world, door, **options)
-
-
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_mask_of_sharded_values(pools, world, door):
-    for comparison in pools[world].run(run_mask_of_values, door, timeout=110):
-        comparison.check()
-
-
-@pytest.mark.timeout(170)
-def test_inductor(pools):
-    forms = (assigned, scattered, scattered_entries)
-    args = (16, "plain", "zigzag", "inductor")
-    for ranks in pools[2].run(run_forms, forms, *args, timeout=160):
-        for comparison in ranks.values():
-            comparison.check()
-
-
-def run_wrong(extra: int) -> str:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Rows(assigned, 16)
-    rows = model.rows.shape[0] + extra
-    model.rows = nn.Parameter(torch.randn(rows, WIDTH))
-    options = {"inner": "aot_eager", "mesh": sequence_mesh(2)}
-    compiled = torch.compile(model, backend="cp", options=options)
-    try:
-        compiled(torch.randn(BATCH, 16, WIDTH))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+@on_ranks("world")
+def test_a_mask_of_sharded_values(world, door):
+    options = {"strategy": "ring", "layout": "contiguous"}
+    compare(MaskOfValues, (BATCH, 15, WIDTH), world, door, **options).check()
 
 
 @pytest.mark.parametrize("extra", [-1, 1])
-def test_another_number_of_rows_is_an_error_on_every_rank(pools, extra):
-    for text in pools[2].run(run_wrong, extra, timeout=60):
-        assert "a mask is True at 13 entries, and" in text
-        assert "x[m.mask] = rows" in text or "test_masked_rows.py" in text
-
-
-def run_without_gradients(seq: int) -> Comparison:
+@on_ranks(2)
+def test_another_number_of_rows_is_an_error_on_every_rank(extra):
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    world = torch.distributed.get_world_size()
-    options = {"inner": "aot_eager", "mesh": sequence_mesh(world)}
-    deviating = []
+    model = Rows(assigned, 16)
+    model.rows = nn.Parameter(torch.randn(model.rows.shape[0] + extra, WIDTH))
+    options = {"inner": "aot_eager", "mesh": sequence_mesh(2)}
+    compiled = torch.compile(model, backend="cp", options=options)
+    text = message_of(lambda: compiled(torch.randn(BATCH, 16, WIDTH)))
+    assert "RuntimeError" in text and "a mask is True at 13 entries, and" in text
+    assert "x[m.mask] = rows" in text or "test_masked_rows.py" in text
+
+
+@on_ranks(2)
+def test_without_gradients():
     with torch.no_grad():
         for form in SOME:
-            model = Rows(form, seq).double()
-            x = torch.randn(BATCH, seq, WIDTH, dtype=torch.float64)
-            wanted = {form.__name__: model(x)[0]}
-            compiled = torch.compile(model, backend="cp", options=options)
-            deviating += deviations({form.__name__: compiled(x)[0]}, wanted)
-            torch._dynamo.reset()
-    return Comparison(deviating, [])
-
-
-@pytest.mark.timeout(90)
-def test_without_gradients(pools):
-    for comparison in pools[2].run(run_without_gradients, 16, timeout=80):
-        comparison.check()
+            compare(lambda f=form: Rows(f, 16), (BATCH, 16, WIDTH), 2).check()

@@ -16,6 +16,7 @@ from cpcompile.accounting.graph_account import Account, GraphAccount, Purpose
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import warnings
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.models.torchvision_schemas import define_schemas
 from tests.support.bounds import Deviation, check, deviations, in_one_process, step
 
@@ -103,18 +104,18 @@ METHODS = ["dpo", "grpo", "shared", "reward", "distil", "lora", "packed"]
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("method", METHODS)
-def test_one_step(pools, method: str) -> None:
-    for outcome in pools[2].run(run, method, [48], 2, timeout=230):
-        outcome.check()
+@on_ranks(2, timeout=230)
+def test_one_step(method: str) -> None:
+    run(method, [48], 2).check()
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("method", METHODS)
-def test_other_lengths(pools, method: str, world: int) -> None:
+@on_ranks("world", timeout=580)
+def test_other_lengths(method: str, world: int) -> None:
     """From the second length on it is a symbol; the ranks divide some of them."""
-    for outcome in pools[world].run(run, method, [41, 54, 47], world, timeout=580):
-        outcome.check()
+    run(method, [41, 54, 47], world).check()
 
 
 CHANGES = [
@@ -126,14 +127,13 @@ CHANGES = [
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("method", "change"), CHANGES)
-def test_padding_on_the_left_and_checkpoints(pools, method: str, change: str) -> None:
-    arguments = (method, [48], 2, torch.float64, change)
-    for outcome in pools[2].run(run, *arguments, timeout=230):
-        outcome.check()
+@on_ranks(2, timeout=230)
+def test_padding_on_the_left_and_checkpoints(method: str, change: str) -> None:
+    run(method, [48], 2, torch.float64, change).check()
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("method", METHODS)
-def test_in_bfloat16(pools, method: str) -> None:
-    for outcome in pools[2].run(run, method, [48], 2, torch.bfloat16, timeout=230):
-        outcome.check()
+@on_ranks(2, timeout=230)
+def test_in_bfloat16(method: str) -> None:
+    run(method, [48], 2, torch.bfloat16).check()

@@ -6,6 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from tests.cpu.against_one_process import compare
+from tests.cpu.on_ranks import on_ranks
 
 sdpa = F.scaled_dot_product_attention
 
@@ -59,13 +60,11 @@ class AfterAttention(Transposed):
         return (y + 0.1 * self.draw(y)).transpose(1, 2).flatten(2)
 
 
-def run_program(make: type, draw, tokens: int):
-    return compare(lambda: make(draw), (2, tokens, 8), 2, strategy="ring", strict=False)
-
-
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("make", [Transposed, AfterAttention])
 @pytest.mark.parametrize("tokens", [12, 9])
-def test_numbers_are_those_of_one_process(pools, tokens, make, draw):
-    for found in pools[2].run(run_program, make, draw, tokens, timeout=60):
-        found.check()
+@on_ranks(2)
+def test_numbers_are_those_of_one_process(tokens, make, draw):
+    compare(
+        lambda: make(draw), (2, tokens, 8), 2, strategy="ring", strict=False
+    ).check()

@@ -6,8 +6,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
-from tests.support.small_calls import SmallCall, failures
+from tests.support.small_calls import SmallCall, check_calls
 
 NAN, INF = float("nan"), float("inf")
 
@@ -240,44 +241,19 @@ KINDS = {
 }
 
 
-@pytest.mark.timeout(170)
-@pytest.mark.parametrize("kind", KINDS)
-def test_they_equal_one_process(pools, kind):
-    found = pools[2].run(failures_of, kind, 2, "aot_eager", timeout=160)
-    assert found == [[], []], found
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("kind", KINDS)
-def test_they_equal_one_process_on_three_ranks(pools, kind):
-    found = pools[3].run(failures_of, kind, 3, "aot_eager", timeout=170)
-    assert found == [[], [], []], found
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_equal_one_process_with_inductor(pools, kind):
-    found = pools[2].run(failures_of, kind, 2, "inductor", timeout=590)
-    assert found == [[], []], found
+@pytest.mark.parametrize(
+    ("inner", "world"), [("aot_eager", 2), ("aot_eager", 3), ("inductor", 2)]
+)
+@on_ranks("world", timeout=590)
+def test_they_equal_one_process(inner, world, kind):
+    check_calls(KINDS[kind], world, inner)
 
 
-def failures_of(kind, world, inner):
-    return failures(KINDS[kind], world, inner)
-
-
-@pytest.mark.timeout(120)
-def test_embeddings_with_other_gradients(pools):
-    for found in pools[2].run(embeddings, timeout=110):
-        (*equal, refused) = found
-        assert equal == ["equal"] * 5
-        assert "embedding at <top level>" in refused
-        assert (
-            "sparse=True, and ranks cannot add up sparse gradients; needed" in refused
-        )
-
-
-def embeddings():
-    return [
+@on_ranks(2)
+def test_embeddings_with_other_gradients():
+    found = [
         _embedded({"max_norm": 1.0}),
         _embedded({"max_norm": 0.5, "norm_type": 1.0, "scale_grad_by_freq": True}),
         _embedded({"scale_grad_by_freq": True, "padding_idx": 3}),
@@ -285,6 +261,10 @@ def embeddings():
         _embedded({"sparse": True}, frozen=True),
         message_of(lambda: _embedded({"sparse": True})),
     ]
+    (*equal, refused) = found
+    assert equal == ["equal"] * 5
+    assert "embedding at <top level>" in refused
+    assert "sparse=True, and ranks cannot add up sparse gradients; needed" in refused
 
 
 def _embedded(arguments, frozen=False):

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import Deviation, check, deviations
+from tests.cpu.on_ranks import on_ranks
+from tests.support.small_calls import SmallCall, check_calls
 
 REDUCED = {
     "mean": lambda x: x.mean(1),
@@ -73,35 +73,19 @@ OTHERS = {
 }
 
 
-def compared(reduced: str, names: tuple[str, ...], world: int) -> list[Deviation]:
-    """Results, with gradients and without, and gradients."""
-    x = filled((2, 3 * world, 8)) + torch.arange(3 * world)[:, None] / 7
-    got, wanted = {}, {}
-    for name in names:
-        call = (CONVOLUTIONS | OTHERS)[name]
-
-        def step(x: Tensor, call=call) -> Tensor:
-            return call(REDUCED[reduced](x))
-
-        torch._dynamo.reset()
-        options = {"mesh": sequence_mesh(world), "inner": "aot_eager"}
-        options |= {"shard": {"x": 1}}
-        compiled = torch.compile(step, backend="cp", options=options)
-        for values, run in ((wanted, step), (got, compiled)):
-            with torch.no_grad():
-                values[f"{name} without gradients"] = run(x)
-            given = x.clone().requires_grad_()
-            y = run(given)
-            (y * filled(y.shape)).sum().backward()
-            values |= {name: y.detach(), f"gradient of {name}": given.grad}
-    return deviations(got, wanted)
+KINDS = {"convolutions": CONVOLUTIONS, "others": OTHERS}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "calls", [CONVOLUTIONS, OTHERS], ids=["convolutions", "others"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduced", REDUCED)
-def test_what_reads_them_equals_one_process(pools, reduced, calls):
-    for found in pools[2].run(compared, reduced, tuple(calls), 2, timeout=280):
-        check(found)
+@on_ranks(2, timeout=280)
+def test_what_reads_them_equals_one_process(reduced, kind):
+    reduce = REDUCED[reduced]
+    cases = {
+        name: SmallCall(
+            lambda x, call=call: call(reduce(x)), (2, 6, 8), without_gradients=True
+        )
+        for name, call in KINDS[kind].items()
+    }
+    check_calls(cases, 2)

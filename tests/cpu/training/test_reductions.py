@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.programs import Base, run_program
 from tests.support.bounds import check
 
@@ -113,10 +114,11 @@ CASES = [(name, "plain", *each) for name in REDUCTIONS for each in PLAIN] + [
 ]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "door", "seq", "world", "layout"), CASES)
-def test_a_reduction_equals_one_process(pools, name, door, seq, world, layout):
-    arguments = (functools.partial(Reduced, name), seq, world, door, layout)
-    for found, rewritten in pools[world].run(run_program, *arguments, timeout=90):
-        check(found)
-        assert rewritten == [1]
+@on_ranks("world")
+def test_a_reduction_equals_one_process(name, door, seq, world, layout):
+    found, rewritten = run_program(
+        functools.partial(Reduced, name), seq, world, door, layout
+    )
+    check(found)
+    assert rewritten == [1]

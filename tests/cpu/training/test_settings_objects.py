@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.programs import WIDTH, Base, attend, run_program
 from tests.support.bounds import check
 
@@ -106,9 +107,10 @@ def run_kinds(kinds, seq, world, door):
         (16, 2, "dtensor"),
     ],
 )
-def test_objects_are_handed_on(pools, seq, world, door):
+@on_ranks("world")
+def test_objects_are_handed_on(seq, world, door):
     arguments = tuple(KINDS), seq, world, door
-    for programs in pools[world].run(run_kinds, *arguments, timeout=170):
-        for deviations, rewritten in programs:
-            check(deviations)
-            assert rewritten == [1]
+    programs = run_kinds(*arguments)
+    for deviations, rewritten in programs:
+        check(deviations)
+        assert rewritten == [1]

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.cpu.against_one_process import warnings
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
 from tests.cpu.programs import WIDTH, Base, attend
 from tests.support.bounds import check, deviations, step
@@ -199,44 +200,36 @@ def compiled(model, world, **options):
     return torch.compile(model, backend="cp", options=given, fullgraph=True)
 
 
-def run(kinds, seq, world):
+@pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
+@on_ranks("world")
+def test_steps_equal_one_process(seq, world):
     results = {}
-    for kind in kinds:
+    for kind in (*SHARED, *GATHERED):
         torch.manual_seed(0)
         model, tokens = Model(kind), torch.randint(0, 50, (2, seq))
         exact = step(model, model, tokens)
         with warnings() as texts:
             got = step(compiled(model, world), model, tokens)
         results[kind] = deviations(got, exact), texts
-    return results
+    for kind, (found, texts) in results.items():
+        check(found)
+        gathered = [x for x in texts if "on gathered tensors" in x]
+        assert bool(gathered) == (kind in GATHERED), (kind, texts)
+        if kind == "stubborn":
+            assert "linear.weight is a Stubborn whose parts" in gathered[0]
 
 
-@pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
-def test_steps_equal_one_process(pools, seq, world):
-    for results in pools[world].run(run, (*SHARED, *GATHERED), seq, world):
-        for kind, (found, texts) in results.items():
-            check(found)
-            gathered = [x for x in texts if "on gathered tensors" in x]
-            assert bool(gathered) == (kind in GATHERED), (kind, texts)
-            if kind == "stubborn":
-                assert "linear.weight is a Stubborn whose parts" in gathered[0]
-
-
-def shares_of_gradients(world):
+@on_ranks(2)
+def test_shares_of_a_gradient():
     """A gradient that the ranks have in shares, as under DDP, and that of one rank."""
     torch.manual_seed(0)
     model, tokens = Model("trained"), torch.randint(0, 50, (2, 16))
     exact = step(model, model, tokens)
-    got = step(compiled(model, world, grad_sync="none"), model, tokens)
+    got = step(compiled(model, 2, grad_sync="none"), model, tokens)
     for name, x in got.items():
         if name != "loss":
             torch.distributed.all_reduce(x)
-    return deviations(got, exact)
-
-
-def test_shares_of_a_gradient(pools):
-    for found in pools[2].run(shares_of_gradients, 2):
-        check(found)
+    check(deviations(got, exact))
 
 
 def other_weights(kind):
@@ -250,12 +243,14 @@ def other_weights(kind):
     return message_of(lambda: call(torch.zeros(2, 16, dtype=torch.int64)))
 
 
-def test_weights_that_differ_between_ranks(pools):
-    for text in pools[2].run(other_weights, "linear"):
-        assert "RankMismatchError" in text and "parameter linear.weight" in text
+@on_ranks(2)
+def test_weights_that_differ_between_ranks():
+    text = other_weights("linear")
+    assert "RankMismatchError" in text and "parameter linear.weight" in text
 
 
-def test_a_class_without_parts(pools):
+@on_ranks(2)
+def test_a_class_without_parts():
     """torch refuses it by itself, on every rank."""
-    for text in pools[2].run(other_weights, "without parts"):
-        assert text.startswith("Unsupported: ") and "WithoutParts" in text
+    text = other_weights("without parts")
+    assert text.startswith("Unsupported: ") and "WithoutParts" in text

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cpcompile.accounting.graph_account import Exchange, Kind, Purpose
+from cpcompile.accounting.graph_account import Kind, Purpose
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.golden.sharding.test_times_of_tokens import Times
-from tests.support.bounds import Deviation, check, deviations
+from tests.support.bounds import check, deviations
 
 
 def steps(call, model, lengths) -> dict[str, torch.Tensor]:
@@ -26,7 +27,19 @@ def steps(call, model, lengths) -> dict[str, torch.Tensor]:
     return results | {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-def run(is_flat, lengths, ranks, layout) -> tuple[list[Deviation], list[Exchange]]:
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("is_flat", [True, False], ids=["flat", "as tokens"])
+@pytest.mark.parametrize(
+    ("lengths", "layout"),
+    [
+        ((29,), "contiguous"),
+        ((24,), "zigzag"),
+        ((24, 30, 36), "contiguous"),
+    ],
+    ids=["uneven", "zigzag", "several"],
+)
+@on_ranks("ranks")
+def test_no_times_are_gathered(lengths, layout, is_flat, ranks):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Times(is_flat).double()
@@ -39,21 +52,7 @@ def run(is_flat, lengths, ranks, layout) -> tuple[list[Deviation], list[Exchange
     exchanges = [x for account in accounts for x in account.exchanges]
     gathered = [x for x in exchanges if x.kind is Kind.ALL_GATHER]
     of_times = [x for x in gathered if x.line.function == "forward"]
-    return deviations(got, wanted), [x for x in of_times if x.purpose is Purpose.VALUE]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("is_flat", [True, False], ids=["flat", "as tokens"])
-@pytest.mark.parametrize(
-    ("lengths", "layout"),
-    [
-        ((29,), "contiguous"),
-        ((24,), "zigzag"),
-        ((24, 30, 36), "contiguous"),
-    ],
-    ids=["uneven", "zigzag", "several"],
-)
-def test_no_times_are_gathered(pools, lengths, layout, is_flat, ranks):
-    for found, gathered in pools[ranks].run(run, is_flat, lengths, ranks, layout):
-        check(found)
-        assert gathered == []
+    found = deviations(got, wanted)
+    gathered = [x for x in of_times if x.purpose is Purpose.VALUE]
+    check(found)
+    assert gathered == []

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import func
 
 from tests.cpu.against_one_process import compare
+from tests.cpu.on_ranks import on_ranks
 
 TRANSFORMED = {
     "vmap": lambda x: func.vmap(lambda row: row * 2)(x),
@@ -32,12 +33,8 @@ class Model(nn.Module):
         return F.scaled_dot_product_attention(x, x, x) + TRANSFORMED[self.name](x)
 
 
-def run_model(name, door):
-    return compare(lambda: Model(name), (2, 17, 8), 2, door)
-
-
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_transforms_are_those_of_one_process(pools, name, door):
-    for found in pools[2].run(run_model, name, door, timeout=90):
-        found.check()
+@on_ranks(2)
+def test_transforms_are_those_of_one_process(name, door):
+    compare(lambda: Model(name), (2, 17, 8), 2, door).check()

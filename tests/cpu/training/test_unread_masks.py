@@ -6,7 +6,6 @@ bounds] in tests/support/bounds.py.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from unittest import mock
 
@@ -18,12 +17,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
-from cpcompile import logs
 from cpcompile.passes.model.masks import unread_masks
-from cpcompile.reporting.graph_report import recording
-from tests.cpu.against_one_process import warnings
-from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import Deviation, check, deviations, step
+from tests.cpu.against_one_process import compare_calls
+from tests.cpu.on_ranks import on_ranks
 
 WIDTH, HEADS, SEEN = 16, 2, 4
 
@@ -165,76 +161,52 @@ MASKS = {
     "written into a buffer": written_into_a_buffer,
 }
 FEW = ("refiner", "coca", "indexer", "matmul", "random", "table", "scores")
+DEFAULT = ("refiner", "indexer", "random", "scores")
+CASES = [
+    *((kind, 13, 2, "in the layer", "auto") for kind in MASKS),
+    *((kind, n, 3, "in the layer", "auto") for kind in FEW for n in (12, 13)),
+    *(
+        (kind, 13, 2, how, "auto")
+        for how in ("in a region", "before a region", "of a region")
+        for kind in ("matmul", "indexer", "scores", "random", "table")
+    ),
+    *(("scores", 16, 2, "in the layer", x) for x in ("ulysses", "all_gather")),
+    ("scores", 16, 4, "in the layer", "hybrid"),
+]
 
 
-def run(
+def compared(
     kind: str,
     length: int,
     world: int,
     how: str = "in the layer",
     strategy: str = "auto",
     least: int = 2**24,
-) -> tuple[list[Deviation], list[str], list[str]]:
-    """Deviations from one process, texts of the masks, and warnings."""
-    torch._dynamo.reset()
-    logs.warn_once.cache_clear()
+) -> tuple[list[str], list[str]]:
+    """Texts of the masks, and warnings, of a step that equals one process."""
     torch.manual_seed(3)
-    whole = Masked(MASKS[kind], how).double()
-    model = copy.deepcopy(whole)
+    model = Masked(MASKS[kind], how).double()
     tokens = torch.arange(2 * length).view(2, length) * 7 % 50
-    pairs = torch.randn(2, 1, length, length, dtype=torch.float64)
-    options = {"mesh": sequence_mesh(world), "inner": "aot_eager"}
-    options |= {"strategy": strategy}
-    compiled = torch.compile(model, backend="cp", options=options, dynamic=False)
-
-    def results(call, model):
-        given = pairs.clone().requires_grad_()
-        torch.manual_seed(5)
-        values = step(call, model, tokens, given)
-        gradient = pairs * 0 if given.grad is None else given.grad
-        return values | {"grad of pairs": gradient}
-
+    pairs = torch.randn(2, 1, length, length, dtype=torch.float64).requires_grad_()
     small = cp.config.patch(whole_mask_share=0.0)
-    least = mock.patch.object(unread_masks, "LEAST_LIMIT", least)
-    with small, least, recording() as reports, warnings() as texts:
-        got = results(compiled, model)
-    found = deviations(got, results(whole, whole))
-    masks = [c.mask for r in reports for c in r.calls if c.plan is not None]
-    return found, masks, texts
+    with small, mock.patch.object(unread_masks, "LEAST_LIMIT", least):
+        calls = [(tokens, pairs)]
+        found = compare_calls(model, calls, world, strategy=strategy, dynamic=False)
+    found.check()
+    assert found.rewritten == [True, True]
+    masks = [call.mask for report in found.reports for call in report.calls]
+    return masks, found.warnings
 
 
-@pytest.mark.parametrize("kind", MASKS)
-def test_loss_and_gradients(pools, kind):
-    """Strict, and of a length that the ranks do not divide."""
-    for found, masks, texts in pools[2].run(run, kind, 13, 2, timeout=120):
-        check(found)
-        assert len(masks) == 2 and masks[1].startswith("dense ")
-        assert "whole on every rank (" in masks[1] or "by rows" in masks[1]
-        assert [x for x in texts if "attn_mask" in x] == []
-
-
-@pytest.mark.parametrize("length", [12, 13])
-@pytest.mark.parametrize("kind", FEW)
-def test_on_three_ranks(pools, kind, length):
-    for found, masks, _ in pools[3].run(run, kind, length, 3, timeout=120):
-        check(found)
-        assert len(masks) == 2
-
-
-@pytest.mark.parametrize("kind", ["matmul", "indexer", "scores", "random", "table"])
-@pytest.mark.parametrize("how", ["in a region", "before a region", "of a region"])
-def test_checkpoint_regions(pools, how, kind):
-    for found, masks, _ in pools[2].run(run, kind, 13, 2, how, timeout=120):
-        check(found)
-        assert len(masks) == 2
-
-
-@pytest.mark.parametrize("strategy", ["ulysses", "all_gather", "hybrid"])
-def test_strategies(pools, strategy):
-    world = 4 if strategy == "hybrid" else 2
-    job = ("scores", 16, world, "in the layer", strategy)
-    for found, masks, _ in pools[world].run(run, *job, timeout=120):
-        check(found)
+@pytest.mark.parametrize(("kind", "length", "world", "how", "strategy"), CASES)
+@on_ranks("world")
+def test_loss_and_gradients(kind, length, world, how, strategy):
+    """Strict, and also of a length that the ranks do not divide."""
+    masks, texts = compared(kind, length, world, how, strategy)
+    assert masks[1].startswith("dense ")
+    assert "whole on every rank (" in masks[1] or "by rows" in masks[1]
+    assert [x for x in texts if "attn_mask" in x] == []
+    if strategy != "auto":
         assert masks[1] == "dense float64 [2, 1, 16, 16], by rows"
 
 
@@ -242,25 +214,23 @@ ROW_BY_ROW = ("matmul", "scattered", "sort", "bool of a matmul", "roll", "many s
 
 
 @pytest.mark.parametrize("kind", ROW_BY_ROW)
-def test_rows_of_large_masks(pools, kind):
+@on_ranks(2)
+def test_rows_of_large_masks(kind):
     """Each rank computes those of its queries, and nobody is warned."""
-    job = (kind, 13, 2, "in the layer", "auto", 0)
-    for found, masks, texts in pools[2].run(run, *job, timeout=120):
-        check(found)
-        assert masks[1].startswith("dense ")
-        whole = kind == "many steps"
-        assert ("whole on every rank" in masks[1]) == whole
-        assert len([x for x in texts if "attn_mask" in x]) == int(whole)
+    masks, texts = compared(kind, 13, 2, least=0)
+    whole = kind == "many steps"
+    assert ("whole on every rank" in masks[1]) == whole
+    assert len([x for x in texts if "attn_mask" in x]) == int(whole)
 
 
-def test_both_sides_of_the_limit(pools):
+@on_ranks(2)
+def test_both_sides_of_the_limit():
     """A mask of one byte more than the limit gives one warning with its price."""
     size = 2 * 13 * 13
-    whole = f"dense bool [2, 1, 13, 13], whole on every rank ({size} bytes)"
     for least in (size, size - 1):
-        job = ("cumsum over queries", 13, 2, "in the layer", "auto", least)
-        for found, masks, texts in pools[2].run(run, *job, timeout=90):
-            check(found)
-            assert masks[1] == whole
-            price = [x for x in texts if f"computes all {size} bytes" in x]
-            assert len(texts) == len(price) == int(least < size)
+        masks, texts = compared("cumsum over queries", 13, 2, least=least)
+        assert (
+            masks[1] == f"dense bool [2, 1, 13, 13], whole on every rank ({size} bytes)"
+        )
+        price = [x for x in texts if f"computes all {size} bytes" in x]
+        assert len(texts) == len(price) == int(least < size)

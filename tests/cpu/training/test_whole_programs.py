@@ -8,17 +8,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-import cpcompile as cp
-from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import (
-    Deviation,
-    Values,
-    check,
-    deviations,
-    in_one_process,
-    step,
-)
+from tests.cpu.against_one_process import compare_calls
+from tests.cpu.on_ranks import on_ranks
 
 VOCABULARY, WIDTH, HEADS = 50, 32, 4
 
@@ -104,7 +95,7 @@ class Rotary(Model):
         losses = F.cross_entropy(
             logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
         )
-        weights = torch.linspace(0, 1, losses.shape[0])
+        weights = torch.linspace(0, 1, losses.shape[0]).to(losses)
         return (losses * weights).sum() / weights.sum()
 
 
@@ -136,7 +127,7 @@ class Patches(Model):
 
     @staticmethod
     def inputs(seq):
-        return {"image": torch.randn(2, 3, seq, 16)}
+        return {"image": torch.randn(2, 3, seq, 16, dtype=torch.float64)}
 
     def forward(self, image):
         x = self.patches(image).flatten(2).transpose(1, 2)
@@ -164,7 +155,7 @@ class Experts(Model):
         for number, expert in enumerate(self.experts):
             share = ((chosen == number) * weights).sum(-1, keepdim=True)
             y = y + share * expert(flat)
-        used = F.one_hot(chosen, 4).sum(1).float().mean(0)
+        used = F.one_hot(chosen, 4).sum(1).to(scores).mean(0)
         balance = 4 * (used * scores.mean(0)).sum()
         x = self.attention[1](x + y.view_as(x), causal=True)
         return self.head(x).square().mean() + balance
@@ -203,35 +194,6 @@ MODELS = {
 }  # fmt: skip
 
 
-def run_model(
-    name: str, seq: int, world: int, door: str
-) -> tuple[list[Deviation], list]:
-    """Deviations of loss and gradients, and which attention calls were rewritten."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    inputs = model.inputs(seq)
-
-    def alone(model: nn.Module) -> Values:
-        dtype = torch.get_default_dtype()
-        floats = {k: x.to(dtype) for k, x in inputs.items() if x.is_floating_point()}
-        return step(model, model, **inputs | floats)
-
-    values = in_one_process(alone, model)
-    options = {"inner": "aot_eager"}
-    mesh = sequence_mesh(world)
-    if door == "plain":
-        options |= {"mesh": mesh, "shard": model.shard}
-    else:
-        inputs |= {k: cp.shard(inputs[k], mesh, d) for k, d in model.shard.items()}
-    compiled = torch.compile(model, backend="cp", options=options)
-    with recording() as reports:
-        got = step(compiled, model, **inputs)
-    return deviations(got, *values), [
-        c.plan is not None for r in reports for c in r.calls
-    ]
-
-
 DOORS = [
     (name, door)
     for name in MODELS
@@ -241,12 +203,15 @@ DOORS = [
 ]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("seq", "world"), [(32, 2), (20, 3)])
 @pytest.mark.parametrize(("name", "door"), DOORS)
-def test_a_model_equals_one_process(pools, name, seq, world, door):
-    for found, rewritten in pools[world].run(
-        run_model, name, seq, world, door, timeout=100
-    ):
-        check(found)
-        assert all(rewritten), "every call is context parallel"
+@on_ranks("world")
+def test_a_model_equals_one_process(name, seq, world, door):
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    inputs = model.inputs(seq)
+    options = {"shard": model.shard} if door == "plain" else {}
+    dims = [model.shard[n] for n in inputs]
+    found = compare_calls(model, [inputs.values()], world, door, dims, **options)
+    found.check()
+    assert all(found.rewritten), "every call is context parallel"
