@@ -7,13 +7,16 @@ import torch
 
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.composition.training import loss_of
+from tests.cpu.on_ranks import on_ranks
 from tests.models.torchvision_schemas import define_schemas
-from tests.support.bounds import Deviation, check, deviations
+from tests.support.bounds import check, deviations
 
 TOKENS = 33
 
 
-def run(compiled: str) -> tuple[list[Deviation], int]:
+@pytest.mark.parametrize("compiled", ["whole", "base"])
+@on_ranks(2)
+def test_lora(compiled: str) -> None:
     """What differs from one process, and the number of gradients."""
     define_schemas()
     from peft import LoraConfig, get_peft_model  # slow to import
@@ -50,11 +53,7 @@ def run(compiled: str) -> tuple[list[Deviation], int]:
     exact = step()
     options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
     {"whole": model, "base": base}[compiled].compile(backend="cp", options=options)
-    return deviations(step(), exact), len(exact)
-
-
-@pytest.mark.parametrize("compiled", ["whole", "base"])
-def test_lora(pools, compiled: str) -> None:
-    for found, count in pools[2].run(run, compiled, timeout=170):
-        assert count == 1 + 2 * 2 * 2  # the loss, and A and B of two layers' q and v
-        check(found)
+    found = deviations(step(), exact)
+    count = len(exact)
+    assert count == 1 + 2 * 2 * 2  # the loss, and A and B of two layers' q and v
+    check(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import cpcompile as cp
 from cpcompile.logs import warn_once
 from cpcompile.reporting.graph_report import recording
+from tests.cpu.against_one_process import warnings
 from tests.cpu.composition.training import (
     GPT,
     HEADS,
@@ -35,11 +35,13 @@ from tests.cpu.composition.training import (
     in_one_process,
     local_rows,
     loss_of,
+    loss_of_local_tokens,
     mean_over,
     new_gpt,
     train,
 )
-from tests.support.bounds import Deviation, check, deviation
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import check, deviation
 
 TOKENS = 17
 MANY_BUCKETS = 0.004  # megabytes: of the 34 KB of gradients
@@ -182,27 +184,6 @@ def wrapped(
     return ddp, ddp
 
 
-def run(case: Case) -> tuple[list[Deviation], list[int], int]:
-    """How far results are off, the attention calls of graphs, and buckets of DDP."""
-    torch._dynamo.reset()
-    shape = (case.ranks // 2, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
-    ddp, call = wrapped(case, Model(case.skips, case.reentrant), mesh)
-    sent: set[int] = set()
-
-    def send(group, bucket):  # DDP refuses annotations that are text
-        sent.add(bucket.index())
-        return allreduce_hook(group, bucket)
-
-    ddp.register_comm_hook(ddp.process_group, send)
-    with recording() as reports:
-        train_call = evaluated(ddp, call) if case.evaluates else call
-        result = trained(ddp, train_call, case.parts, mesh["dp"].get_group())
-    alone = Model(case.skips)
-    deviations = compare(result, trained(alone, alone, case.parts))
-    return deviations, [len(report.calls) for report in reports], len(sent)
-
-
 FIND = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}
 VIEWS = {"gradient_as_bucket_view": True}
@@ -239,22 +220,42 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gradients_equal_those_of_one_process(pools, case: Case) -> None:
-    for deviations, calls, buckets in pools[case.ranks].run(run, case, timeout=150):
-        check(deviations)
-        assert (buckets == 1) == (case.modes == ONE_BUCKET)
-        if case.order != BLOCKS:
-            assert calls == case.calls
+@on_ranks(lambda case: case.ranks)
+def test_gradients_equal_those_of_one_process(case: Case) -> None:
+    """How far results are off, the attention calls of graphs, and buckets of DDP."""
+    torch._dynamo.reset()
+    shape = (case.ranks // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+    ddp, call = wrapped(case, Model(case.skips, case.reentrant), mesh)
+    sent: set[int] = set()
+
+    def send(group, bucket):  # DDP refuses annotations that are text
+        sent.add(bucket.index())
+        return allreduce_hook(group, bucket)
+
+    ddp.register_comm_hook(ddp.process_group, send)
+    with recording() as reports:
+        train_call = evaluated(ddp, call) if case.evaluates else call
+        result = trained(ddp, train_call, case.parts, mesh["dp"].get_group())
+    alone = Model(case.skips)
+    deviations = compare(result, trained(alone, alone, case.parts))
+    calls = [len(report.calls) for report in reports]
+    buckets = len(sent)
+    check(deviations)
+    assert (buckets == 1) == (case.modes == ONE_BUCKET)
+    if case.order != BLOCKS:
+        assert calls == case.calls
 
 
-def run_messages(local: bool) -> tuple[list[Deviation], list[str], list[str]]:
-    """What happens in the last backward, and warnings, of the whole or of blocks."""
+@pytest.mark.parametrize("local", [False, True], ids=["whole", "blocks"])
+@on_ranks(2)
+def test_when_gradients_are_sent(local):
+    """A whole graph sends when its backward has ended, local blocks beside it.
+
+    The latter is what a warning about the former advises.
+    """
     torch._dynamo.reset()
     warn_once.cache_clear()
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("cpcompile").addHandler(handler)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     model, options = new_gpt(), {"inner": "aot_eager", "strategy": "ring"}
     if local:
@@ -272,43 +273,28 @@ def run_messages(local: bool) -> tuple[list[Deviation], list[str], list[str]]:
         out.grad_fn.register_hook(lambda *_: events.append("backward"))
 
     ddp.register_comm_hook(dist.group.WORLD, send)
-    call: Callable[[Tensor], Tensor] = ddp
-    if local:
-        for layer in model.layers:
-            layer.register_forward_hook(watch)
-    else:
-        ddp.register_forward_hook(watch)
+    call = ddp
+    for module in model.layers if local else [ddp]:
+        module.register_forward_hook(watch)
+    if not local:
         call = torch.compile(ddp, backend="cp", options=options | {"mesh": mesh})
+    of_local = loss_of_local_tokens(ddp, mesh)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         events.clear()
-        if not local:
-            return loss_of(call(tokens), labels)
-        part = cp.shard_batch({"tokens": tokens, "labels": labels}, mesh)
-        logits, labels_here = call(part["tokens"]).flatten(0, 1), part["labels"]
-        summed = F.cross_entropy(logits, labels_here.flatten(), reduction="sum")
-        return summed * mesh.size() / labels.numel()  # DDP takes the mean
+        return of_local(tokens, labels) if local else loss_of(call(tokens), labels)
 
-    steps = ([batch] for batch in batches(TOKENS))
-    result = train(model, steps, loss, mean_over(mesh.get_group()))
-    logging.getLogger("cpcompile").removeHandler(handler)
-    return compare(result, in_one_process(TOKENS)), events, warnings
-
-
-def test_a_whole_graph_sends_when_its_backward_has_ended(pools) -> None:
-    for deviations, events, warnings in pools[2].run(run_messages, False, timeout=150):
-        check(deviations)
-        assert events[0] == "backward"
-        assert events[1:] == ["send"] * 8
-        (text,) = (x for x in warnings if "DDP" in x)
-        assert "DDP sums 0.0416 MB of gradients over 2 ranks when the backward" in text
-        assert "cp.ContextParallel()" in text
-
-
-def test_local_blocks_send_beside_the_backward(pools) -> None:
-    """What the warning advises."""
-    for deviations, events, warnings in pools[2].run(run_messages, True, timeout=150):
-        check(deviations)
+    with warnings() as texts:
+        steps = ([batch] for batch in batches(TOKENS))
+        result = train(model, steps, loss, mean_over(mesh.get_group()))
+    check(compare(result, in_one_process(TOKENS)))
+    told = [x for x in texts if "DDP" in x]
+    if local:
         last = len(events) - events[::-1].index("backward")
         assert events[:last].count("send") > 0
-        assert not any("DDP" in x for x in warnings)
+        assert told == []
+    else:
+        assert events == ["backward", *["send"] * 8]
+        (text,) = told
+        assert "DDP sums 0.0416 MB of gradients over 2 ranks when the backward" in text
+        assert "cp.ContextParallel()" in text

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from cpcompile import config
 from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import Deviation, check, deviations
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import check, deviations
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS, BATCH = 61, 32, 4, 2, 2, 2
 HEAD_DIM = WIDTH // HEADS
@@ -124,27 +125,6 @@ def decoded(first: Step, then: Step, caches: Caches, prompt: int) -> dict[str, T
     return found
 
 
-def run(case: Case) -> tuple[list[Deviation], int]:
-    """What differs from one process in float64, and the number of graphs."""
-    torch._dynamo.reset()
-    counters.clear()
-    mesh = sequence_mesh(case.ranks)
-    if case.dp > 1:
-        shape = (case.dp, case.ranks // case.dp)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
-    model = Decoder(case.write).double()
-    options = {"mesh": mesh, "inner": case.inner}
-    compiled = torch.compile(model, backend="cp", options=options)
-    then = model if case.eager_tokens else compiled
-    found = []
-    for prompt in case.prompts:
-        exact = decoded(model, model, new_caches(case.length, None), prompt)
-        caches = new_caches(case.length, mesh if case.sharded else None)
-        got = decoded(compiled, then, caches, prompt)
-        found += deviations(got, exact)
-    return found, counters["stats"]["unique_graphs"]
-
-
 CASES = [
     Case(),
     Case(3, write="setitem"),
@@ -161,15 +141,33 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_prompt_and_tokens(pools, case: Case) -> None:
+@on_ranks(lambda case: case.ranks, timeout=180)
+def test_a_prompt_and_tokens(case: Case) -> None:
     """One graph for every length of prompt, and one for any number of tokens."""
-    for found, graphs in pools[case.ranks].run(run, case, timeout=180):
-        check(found)
-        assert graphs == len(case.prompts) + (not case.eager_tokens)
+    torch._dynamo.reset()
+    counters.clear()
+    mesh = sequence_mesh(case.ranks)
+    if case.dp > 1:
+        shape = (case.dp, case.ranks // case.dp)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+    model = Decoder(case.write).double()
+    options = {"mesh": mesh, "inner": case.inner}
+    compiled = torch.compile(model, backend="cp", options=options)
+    then = model if case.eager_tokens else compiled
+    found = []
+    for prompt in case.prompts:
+        exact = decoded(model, model, new_caches(case.length, None), prompt)
+        caches = new_caches(case.length, mesh if case.sharded else None)
+        got = decoded(compiled, then, caches, prompt)
+        found += deviations(got, exact)
+    graphs = counters["stats"]["unique_graphs"]
+    check(found)
+    assert graphs == len(case.prompts) + (not case.eager_tokens)
 
 
-def run_counted() -> Counter[str]:
-    """What is sent for one token."""
+@on_ranks(2)
+def test_one_collective_per_layer() -> None:
+    """Of (out, lse); neither keys nor activations travel."""
     torch._dynamo.reset()
     model = Decoder("index_copy_").double()
     options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
@@ -181,10 +179,5 @@ def run_counted() -> Counter[str]:
         with torch.profiler.profile() as profile:
             compiled(*given)
     names = (event.name for event in profile.events())
-    return Counter(x for x in names if x.startswith(SENDING))
-
-
-def test_one_collective_per_layer(pools) -> None:
-    """Of (out, lse); neither keys nor activations travel."""
-    for found in pools[2].run(run_counted, timeout=90):
-        assert found == {"c10d::_allgather_base_": LAYERS}, found
+    found = Counter(x for x in names if x.startswith(SENDING))
+    assert found == {"c10d::_allgather_base_": LAYERS}, found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.nn as nn
@@ -18,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cpcompile.errors import InputError
 from cpcompile.reporting.graph_report import recording
+from tests.cpu.against_one_process import warnings
 from tests.cpu.composition.training import (
     batches,
     compare,
@@ -28,6 +27,7 @@ from tests.cpu.composition.training import (
     new_gpt,
     train,
 )
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import Deviation, check, deviations
 
 TOKENS = 17
@@ -94,14 +94,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("how", "over"), CASES, ids=[f"{how}-{over}" for how, over in CASES]
+    ("how", "over", "grad_sync"),
+    [
+        *((*case, "auto") for case in CASES),
+        # Complete gradients have the right mean too; they cost another all-reduce.
+        ("blocks", "dp_cp", "reduce"),
+    ],
 )
-def test_averaging_wrappers(pools, how: str, over: str) -> None:
-    for found in pools[4].run(run, how, over, timeout=120):
-        check(found)
+@on_ranks(4)
+def test_averaging_wrappers(how, over, grad_sync):
+    check(run(how, over, grad_sync))
 
 
-def run_summed() -> tuple[list[Deviation], list[str]]:
+@on_ranks(4)
+def test_wrappers_that_sum() -> None:
     """FSDP2 with a divisor of the user's own takes sums, here those of four losses."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -114,24 +120,13 @@ def run_summed() -> tuple[list[Deviation], list[str]]:
     with recording() as reports:
         got = train(model, steps, lambda t, y: loss_of(model(t), y) / 2, mean_over(dp))
     got.losses = [2 * loss for loss in got.losses]
-    return compare(got, in_one_process(TOKENS)), reports[0].edges()
-
-
-def test_wrappers_that_sum(pools) -> None:
-    for found, said in pools[4].run(run_summed, timeout=120):
-        check(found)
-        assert (
-            "gradients of 8 parameters: the share of each rank, for FSDP2, which sums "
-            "over the ranks [0, 1, 2, 3]"
-        ) in said
-
-
-def run_refused(over: str, grad_sync: str) -> str:
-    try:
-        run("blocks", over, grad_sync)
-    except BackendCompilerFailed as error:
-        return str(error)
-    return "not refused"
+    found = compare(got, in_one_process(TOKENS))
+    said = reports[0].edges()
+    check(found)
+    assert (
+        "gradients of 8 parameters: the share of each rank, for FSDP2, which sums "
+        "over the ranks [0, 1, 2, 3]"
+    ) in said
 
 
 @pytest.mark.parametrize(
@@ -142,26 +137,21 @@ def run_refused(over: str, grad_sync: str) -> str:
         ("dp", "none", "needed 'reduce' for gradients over the ranks [0, 1]"),
     ],
 )
-def test_contradictions_are_refused(pools, over, grad_sync, needed) -> None:
-    text = pools[4].run(run_refused, over, grad_sync, timeout=60)[0]
+@on_ranks(4)
+def test_contradictions_are_refused(over, grad_sync, needed):
+    """The ranks of rank 0 are said by it."""
+    with pytest.raises(BackendCompilerFailed) as caught:
+        run("blocks", over, grad_sync)
+    text = str(caught.value)
     assert f"options['grad_sync'] is {grad_sync!r}" in text
     assert "FSDP2, which averages over the ranks" in text
-    assert needed in text
+    assert needed in text or torch.distributed.get_rank()
 
 
-def test_reduce_may_be_named(pools) -> None:
-    """Complete gradients have the right mean too; they cost another all-reduce."""
-    for found in pools[4].run(run, "blocks", "dp_cp", "reduce", timeout=120):
-        check(found)
-
-
-def run_whole() -> tuple[list[Deviation], list[str]]:
+@on_ranks(2)
+def test_hooks_that_break_the_graph_are_warned_of():
     """The whole model is compiled under FSDP2, whose hooks break its graph."""
     torch._dynamo.reset()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("cpcompile").addHandler(handler)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     model, both = new_gpt(), mesh["dp", "cp"]._flatten("dp_cp")
     for block in model.layers:
@@ -170,62 +160,65 @@ def run_whole() -> tuple[list[Deviation], list[str]]:
     options = {"mesh": mesh, "inner": "aot_eager"}
     compiled = torch.compile(model, backend="cp", options=options)
     steps = ([batch] for batch in batches(TOKENS))
-    got = train(model, steps, lambda t, y: loss_of(compiled(t), y))
-    logging.getLogger("cpcompile").removeHandler(handler)
-    return compare(got, in_one_process(TOKENS)), said
+    with warnings() as said:
+        got = train(model, steps, lambda t, y: loss_of(compiled(t), y))
+    check(compare(got, in_one_process(TOKENS)))
+    assert len([x for x in said if "FSDP2's hooks break the graph" in x]) == 1
 
 
-def test_hooks_that_break_the_graph_are_warned_of(pools) -> None:
-    for found, said in pools[2].run(run_whole, timeout=120):
-        check(found)
-        assert len([x for x in said if "FSDP2's hooks break the graph" in x]) == 1
+UNWRAPPED = (
+    "was compiled while its parameters were managed by DDP",
+    "they are managed by no wrapper now",
+)
 
 
-def run_unwrapped_later(first_wrapped: bool, train: bool) -> str:
+def check_gradients(model: nn.Module) -> None:
+    exact = in_one_process(TOKENS).gradients
+    got = {f"grad of {n}": p.grad for n, p in model.named_parameters()}
+    check(deviations(got, {f"grad of {n}": x for n, x in exact.items()}))
+
+
+# A mean of complete gradients is right; without gradients nothing can be wrong. In the
+# other order gradients would be twice what they are.
+@pytest.mark.parametrize(
+    ("first_wrapped", "train"),
+    [(True, True), (False, True), (True, False)],
+    ids=["first", "later", "eval"],
+)
+@on_ranks(2)
+def test_a_program_that_is_unwrapped_later(first_wrapped, train):
     """One program, called under DDP and without it, in either order."""
     torch._dynamo.reset()
     model = new_gpt()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-    compiled = torch.compile(
-        model, backend="cp", options={"mesh": mesh, "inner": "aot_eager"}
-    )
+    options = {"mesh": mesh, "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="cp", options=options)
     calls = [DistributedDataParallel(compiled), compiled]
     tokens, labels = next(batches(TOKENS))
-    try:
+
+    def steps() -> None:
         for call in calls if first_wrapped else calls[::-1]:
             with torch.set_grad_enabled(train):
                 loss = loss_of(call(tokens), labels)
             if train:
                 model.zero_grad()
                 loss.backward()
-    except InputError as error:
-        return str(error)
-    if train:
-        exact = in_one_process(TOKENS).gradients
-        got = {f"grad of {n}": p.grad for n, p in model.named_parameters()}
-        check(deviations(got, {f"grad of {n}": x for n, x in exact.items()}))
-    return "right"
+
+    if first_wrapped and train:
+        with pytest.raises(InputError) as caught:
+            steps()
+        said = (*UNWRAPPED, "call torch.compiler.reset()")
+        assert all(x in str(caught.value) for x in said)
+    else:
+        steps()
+        if train:
+            check_gradients(model)
 
 
-def test_a_program_that_is_unwrapped_later(pools) -> None:
-    """Its gradients would be twice what they are."""
-    for text in pools[2].run(run_unwrapped_later, True, True, timeout=90):
-        assert "was compiled while its parameters were managed by DDP" in text
-        assert "they are managed by no wrapper now" in text
-        assert "call torch.compiler.reset()" in text
-
-
-@pytest.mark.parametrize(
-    ("first_wrapped", "train"), [(False, True), (True, False)], ids=["later", "eval"]
-)
-def test_other_orders_are_right(pools, first_wrapped: bool, train: bool) -> None:
-    """A mean of complete gradients is right; without gradients nothing can be wrong."""
-    found = pools[2].run(run_unwrapped_later, first_wrapped, train, timeout=90)
-    assert found == ["right"] * 2
-
-
-def run_reentrant(first_wrapped: bool) -> str:
-    """Blocks that train under DDP, and without it in a reentrant checkpoint."""
+@pytest.mark.parametrize("first_wrapped", [True, False])
+@on_ranks(2)
+def test_a_reentrant_checkpoint_that_is_unwrapped_later(first_wrapped):
+    """Its forward runs without gradients, and its program under the backward."""
     torch._dynamo.reset()
     model = new_gpt()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
@@ -238,22 +231,11 @@ def run_reentrant(first_wrapped: bool) -> str:
     x = model.embedding(tokens)
     for block in model.layers:
         x = checkpoint(block, x, use_reentrant=True)
-    try:
-        loss_of(model.head(model.norm(x)), labels).backward()
-    except InputError as error:
-        return str(error)
-    exact = in_one_process(TOKENS).gradients
-    got = {f"grad of {n}": p.grad for n, p in model.named_parameters()}
-    check(deviations(got, {f"grad of {n}": x for n, x in exact.items()}))
-    return "right"
-
-
-def test_a_reentrant_checkpoint_that_is_unwrapped_later(pools) -> None:
-    """Its forward runs without gradients, and its program under the backward."""
-    for text in pools[2].run(run_reentrant, True, timeout=90):
-        assert "was compiled while its parameters were managed by DDP" in text
-        assert "they are managed by no wrapper now" in text
-
-
-def test_a_reentrant_checkpoint_that_is_never_wrapped(pools) -> None:
-    assert pools[2].run(run_reentrant, False, timeout=90) == ["right"] * 2
+    loss = loss_of(model.head(model.norm(x)), labels)
+    if first_wrapped:
+        with pytest.raises(InputError) as caught:
+            loss.backward()
+        assert all(said in str(caught.value) for said in UNWRAPPED)
+    else:
+        loss.backward()
+        check_gradients(model)

@@ -26,9 +26,12 @@ from tests.cpu.composition.training import (
     compare,
     in_one_process,
     local_rows,
+    loss_of_local_tokens,
+    mean_over,
     new_gpt,
     train,
 )
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import Deviation, check, deviations, gradients
 
 
@@ -50,23 +53,9 @@ def run(
         block.register_forward_hook(lambda *given: shapes.append(given[2].shape))
     fully_shard(model, mesh=both)
     dp = mesh["dp"].get_group()
-    seen = []
-
-    def loss(ids: Tensor, labels: Tensor) -> Tensor:
-        local = cp.shard_batch({"ids": ids, "labels": labels}, mesh, layout=layout)
-        logits = model(local["ids"]).flatten(0, 1)
-        summed = F.cross_entropy(logits, local["labels"].flatten(), reduction="sum")
-        seen.append(local["position_ids"].tolist())
-        # FSDP2 takes the mean over dp and cp.
-        return summed * mesh["cp"].size() / labels.numel()
-
-    def mean(x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total / dist.get_world_size()
-
+    loss = loss_of_local_tokens(model, mesh, layout)
     steps = ([tuple(local_rows(x, dp) for x in batch)] for batch in batches(tokens))
-    got = train(model, steps, loss, mean)
+    got = train(model, steps, loss, mean_over(dist.group.WORLD))
     (rows, _), *_ = batches(tokens)
     with Exchanged() as counts:
         loss(local_rows(rows, dp), local_rows(rows, dp)).backward()
@@ -125,7 +114,11 @@ class Whole(nn.Module):
         return self.loss(self.block(self.embedding(ids)), labels, self.scale * 2)
 
 
-def run_loss_inside(inner: str, tokens: int) -> list[Deviation]:
+@pytest.mark.parametrize("tokens", [16, 17])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_a_loss_inside_of_a_module(inner: str, tokens: int) -> None:
+    """It is the same on every rank, and needs no factor: FSDP2 takes the mean."""
     torch._dynamo.reset()
     ids, labels = next(batches(tokens))
     alone = Whole()
@@ -140,12 +133,4 @@ def run_loss_inside(inner: str, tokens: int) -> list[Deviation]:
     fully_shard(model, mesh=mesh)
     local = cp.shard_batch({"ids": ids, "labels": labels}, mesh, layout="zigzag")
     loss = model(local["ids"], local["labels"])
-    return deviations({"loss": loss.detach()} | gradients(loss, model), exact)
-
-
-@pytest.mark.parametrize("tokens", [16, 17])
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_a_loss_inside_of_a_module(pools, inner: str, tokens: int) -> None:
-    """It is the same on every rank, and needs no factor: FSDP2 takes the mean."""
-    for found in pools[2].run(run_loss_inside, inner, tokens, timeout=120):
-        check(found)
+    check(deviations({"loss": loss.detach()} | gradients(loss, model), exact))

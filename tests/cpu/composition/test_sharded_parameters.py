@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
@@ -30,12 +29,14 @@ from tests.cpu.composition.training import (
     in_one_process,
     local_rows,
     loss_of,
+    loss_of_local_tokens,
     mean_over,
     new_gpt,
     relative_error,
     rounded_gradients,
     train,
 )
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import Deviation, check, deviations, whole
 
 MAX_NORM = 0.1  # which clips
@@ -94,18 +95,20 @@ def run(shape: tuple[int, int], tokens: int, how: str, inner: str) -> list[Devia
         ("eager", (2, 2), 16, "aot_eager"),
     ],
 )
-def test_training(pools, how, shape, tokens, inner) -> None:
-    for found in pools[4].run(run, shape, tokens, how, inner, timeout=280):
-        check(found)
+@on_ranks(4, timeout=280)
+def test_training(how, shape, tokens, inner) -> None:
+    check(run(shape, tokens, how, inner))
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_rows_that_ranks_do_not_divide(pools, inner) -> None:
-    for found in pools[3].run(run, (1, 3), 17, "whole", inner, timeout=170):
-        check(found)
+@on_ranks(3)
+def test_rows_that_ranks_do_not_divide(inner) -> None:
+    check(run((1, 3), 17, "whole", inner))
 
 
-def run_local(tokens: int, layout: str) -> list[Deviation]:
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@on_ranks(4)
+def test_training_in_the_local_view(layout) -> None:
     """Blocks that take and return this rank's tokens."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "cp"))
@@ -114,25 +117,16 @@ def run_local(tokens: int, layout: str) -> list[Deviation]:
     for block in model.layers:
         parallelize_module(block, mesh["cp"], style)
 
-    def loss(ids: Tensor, labels: Tensor) -> Tensor:
-        local = cp.shard_batch({"ids": ids, "labels": labels}, mesh, layout=layout)
-        logits = model(local["ids"]).flatten(0, 1)
-        summed = F.cross_entropy(logits, local["labels"].flatten(), reduction="sum")
-        return summed * mesh["cp"].size() / labels.numel()
-
-    steps = ([batch] for batch in batches(tokens))
+    steps = ([batch] for batch in batches(17))
+    loss = loss_of_local_tokens(model, mesh, layout)
     got = train(model, steps, loss, mean_over(dist.group.WORLD))
-    return compare(got, in_one_process(tokens))
+    check(compare(got, in_one_process(17)))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_training_in_the_local_view(pools, layout) -> None:
-    for found in pools[4].run(run_local, 17, layout, timeout=170):
-        check(found)
-
-
-def count(keep: bool) -> tuple[Counter[str], Counter[str]]:
-    """What the forward and the backward of a compiled model send."""
+@pytest.mark.parametrize("keep", [False, True])
+@on_ranks(4)
+def test_all_parameters_travel_together(keep) -> None:
+    """They fit into one bucket; the other all-gather brings the logits together."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = cp.shard_parameters(new_gpt(), mesh, reshard_after_forward=not keep)
@@ -148,18 +142,13 @@ def count(keep: bool) -> tuple[Counter[str], Counter[str]]:
         names = (e.name.removeprefix("_c10d_functional::") for e in profile.events())
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         sent.append(Counter(n for n in names if n.startswith(kinds)))
-    return sent[0], sent[1]
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_all_parameters_travel_together(pools, keep) -> None:
-    """They fit into one bucket; the other all-gather brings the logits together."""
-    for forward, backward in pools[4].run(count, keep, timeout=170):
-        assert sum(n for k, n in forward.items() if "gather" in k) == 2, forward
-        gathers = sum(n for k, n in backward.items() if "gather" in k)
-        assert gathers == (0 if keep else 1), backward
-        assert sum(n for k, n in backward.items() if "scatter" in k) == 1, backward
-        assert not any("all_reduce" in k for k in forward + backward)
+    forward = sent[0]
+    backward = sent[1]
+    assert sum(n for k, n in forward.items() if "gather" in k) == 2, forward
+    gathers = sum(n for k, n in backward.items() if "gather" in k)
+    assert gathers == (0 if keep else 1), backward
+    assert sum(n for k, n in backward.items() if "scatter" in k) == 1, backward
+    assert not any("all_reduce" in k for k in forward + backward)
 
 
 def saved_for_backward(reshard: bool) -> int:
@@ -239,7 +228,8 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_others(pools, tmp_path, ranks) 
         check(deviations(got, wanted))
 
 
-def run_mixed() -> tuple[float, float]:
+@on_ranks(2)
+def test_gathered_in_bfloat16() -> None:
     """Errors against float64 of bfloat16 parameters: with cp, and in one process."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
@@ -257,9 +247,6 @@ def run_mixed() -> tuple[float, float]:
     loss_of(compiled(tokens).float(), labels).backward()
     got = {n: whole(x.grad) for n, x in model.named_parameters()}
     assert all(x.dtype == torch.float32 for x in got.values())
-    return relative_error(got, exact), relative_error(rounded, exact)
-
-
-def test_gathered_in_bfloat16(pools) -> None:
-    for with_cp, alone in pools[2].run(run_mixed):
-        assert with_cp <= 1.5 * alone, (with_cp, alone)
+    with_cp = relative_error(got, exact)
+    alone = relative_error(rounded, exact)
+    assert with_cp <= 1.5 * alone, (with_cp, alone)

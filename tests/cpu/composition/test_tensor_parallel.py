@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
@@ -30,9 +29,11 @@ from tests.cpu.composition.training import (
     in_one_process,
     local_rows,
     loss_of,
+    loss_of_local_tokens,
     mean_over,
     train,
 )
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import Deviation, check
 
 
@@ -84,10 +85,9 @@ def run(
         ("heads", "whole", (1, 4, 1), 17, "aot_eager"),
     ],
 )
-def test_training(pools, sharded, how, shape, tokens, inner) -> None:
-    given = (shape, tokens, sharded, how, inner)
-    for found in pools[4].run(run, *given, timeout=280):
-        check(found)
+@on_ranks(4, timeout=280)
+def test_training(sharded, how, shape, tokens, inner) -> None:
+    check(run(shape, tokens, sharded, how, inner))
 
 
 def run_local(
@@ -108,19 +108,9 @@ def run_local(
         block.register_forward_hook(lambda *given: shapes.append(given[2].shape[1]))
     fully_shard(model, mesh=both)
 
-    def loss(ids: Tensor, labels: Tensor) -> Tensor:
-        local = cp.shard_batch({"ids": ids, "labels": labels}, mesh, layout=layout)
-        logits = model(local["ids"]).flatten(0, 1)
-        summed = F.cross_entropy(logits, local["labels"].flatten(), reduction="sum")
-        return summed * mesh["cp"].size() / labels.numel()
-
-    def mean(x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total / dist.get_world_size()
-
+    loss = loss_of_local_tokens(model, mesh, layout)
     steps = ([batch] for batch in batches(tokens))
-    got = train(model, steps, loss, mean)
+    got = train(model, steps, loss, mean_over(dist.group.WORLD))
     return compare(got, in_one_process(tokens)), shapes
 
 
@@ -138,13 +128,13 @@ def run_local(
         (16, "heads", "striped", False, "aot_eager"),
     ],
 )
+@on_ranks(4, timeout=280)
 def test_training_in_the_local_view(
-    pools, tokens, sharded, layout, checkpointed, inner
+    tokens, sharded, layout, checkpointed, inner
 ) -> None:
-    given = (tokens, sharded, layout, checkpointed, inner)
-    for found, shapes in pools[4].run(run_local, *given, timeout=280):
-        check(found)
-        assert max(shapes) <= -(-tokens // (4 if sharded == "tokens" else 2))
+    found, shapes = run_local(tokens, sharded, layout, checkpointed, inner)
+    check(found)
+    assert max(shapes) <= -(-tokens // (4 if sharded == "tokens" else 2))
 
 
 class Sent(NamedTuple):
@@ -213,11 +203,14 @@ def in_the_graphs(graphs: list[dead_collectives.Partition], mesh: DeviceMesh) ->
     return found
 
 
-def run_counted(sharded: str, strategy: str) -> tuple[Sent, Sent, Sent, int, int]:
-    """What a step sends on tp alone and on cp x tp, by the profiler, then in the graph.
+@pytest.mark.parametrize("sharded", ["tokens", "heads"])
+@pytest.mark.parametrize("strategy", ATTENTION)
+@on_ranks(4)
+def test_what_a_step_sends(sharded, strategy) -> None:
+    """What tp sends alone, what attention sends, and sums of gradients.
 
-    And the numbers of parameters, and of those whose gradients eager mode leaves as
-    summands of the ranks of tp.
+    The one gather over cp brings the logits together, because the loss is outside. No
+    gradient that leaves the graph is a summand.
     """
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
@@ -231,34 +224,22 @@ def run_counted(sharded: str, strategy: str) -> tuple[Sent, Sent, Sent, int, int
     with dead_collectives.partitions() as graphs:
         loss_of(call(batch[0]), batch[1]).backward()
     ours, in_graph = profiled(call, *batch), in_the_graphs(graphs, mesh)
-    return alone, ours, in_graph, len(placements), placements.count((Partial(),))
-
-
-@pytest.mark.parametrize("sharded", ["tokens", "heads"])
-@pytest.mark.parametrize("strategy", ATTENTION)
-def test_what_a_step_sends(pools, sharded, strategy) -> None:
-    """What tp sends alone, what attention sends, and sums of gradients.
-
-    The one gather over cp brings the logits together, because the loss is outside. No
-    gradient that leaves the graph is a summand.
-    """
-    for alone, ours, in_graph, parameters, summands in pools[4].run(
-        run_counted, sharded, strategy, timeout=170
-    ):
-        assert summands == (2 * LAYERS + 1 if sharded == "tokens" else 0)  # the norms
-        more = ATTENTION[strategy]
-        sums = Counter(all_reduce=parameters + summands)
-        assert ours.forward == alone.forward + more.forward + Counter(all_gather=1)
-        assert ours.backward == alone.backward + more.backward + sums
-        tp = [Counter({(k, "tp"): n for k, n in x.items()}) for x in alone]
-        name = f"{strategy}_attention"
-        assert in_graph.forward == tp[0] + Counter(
-            {("all_gather", "cp"): 1, (name, "cp"): LAYERS}
-        )
-        assert in_graph.backward == tp[1] + Counter(
-            {
-                ("all_reduce", "cp"): parameters,
-                ("all_reduce", "tp"): summands,
-                (f"{name}_backward", "cp"): LAYERS,
-            }
-        )
+    parameters = len(placements)
+    summands = placements.count((Partial(),))
+    assert summands == (2 * LAYERS + 1 if sharded == "tokens" else 0)  # the norms
+    more = ATTENTION[strategy]
+    sums = Counter(all_reduce=parameters + summands)
+    assert ours.forward == alone.forward + more.forward + Counter(all_gather=1)
+    assert ours.backward == alone.backward + more.backward + sums
+    tp = [Counter({(k, "tp"): n for k, n in x.items()}) for x in alone]
+    name = f"{strategy}_attention"
+    assert in_graph.forward == tp[0] + Counter(
+        {("all_gather", "cp"): 1, (name, "cp"): LAYERS}
+    )
+    assert in_graph.backward == tp[1] + Counter(
+        {
+            ("all_reduce", "cp"): parameters,
+            ("all_reduce", "tp"): summands,
+            (f"{name}_backward", "cp"): LAYERS,
+        }
+    )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.cpu.against_one_process import warnings
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.models.torchvision_schemas import define_schemas
 from tests.support.bounds import Values, check, deviations, in_one_process, step
 
@@ -136,7 +137,20 @@ def of_samples(model, *batch) -> Values:
     return {name: sum(x[name] for x in singles) / len(singles) for name in singles[0]}
 
 
-def run(kinds, inner):
+KINDS = (*TRAINED, *ROUNDED, *ADAPTED)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kinds", "inner"),
+    [
+        pytest.param(("float8", "aware", "int8", "nf4"), "aot_eager", id="some"),
+        pytest.param(KINDS, "aot_eager", id="all"),
+        pytest.param(("float8", "int8"), "inductor", id="code"),
+    ],
+)
+@on_ranks(2, timeout=290)
+def test_steps_equal_one_process(kinds, inner):
     results = {}
     for kind in kinds:
         model = made(kind)
@@ -154,24 +168,7 @@ def run(kinds, inner):
         with warnings() as texts:
             got = step(call, model, *batch)
         results[kind] = deviations(got, *values), texts
-    return results
-
-
-KINDS = (*TRAINED, *ROUNDED, *ADAPTED)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("kinds", "inner"),
-    [
-        pytest.param(("float8", "aware", "int8", "nf4"), "aot_eager", id="some"),
-        pytest.param(KINDS, "aot_eager", id="all"),
-        pytest.param(("float8", "int8"), "inductor", id="code"),
-    ],
-)
-def test_steps_equal_one_process(pools, kinds, inner):
-    for results in pools[2].run(run, kinds, inner, timeout=290):
-        for kind, (found, texts) in results.items():
-            check(found)
-            gathered = [x for x in texts if "on gathered tensors" in x]
-            assert not gathered, (kind, gathered)
+    for kind, (found, texts) in results.items():
+        check(found)
+        gathered = [x for x in texts if "on gathered tensors" in x]
+        assert not gathered, (kind, gathered)

@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+import cpcompile as cp
 from tests.support.bounds import Deviation, deviation, deviations, whole
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 32, 16, 4, 2
@@ -193,6 +195,20 @@ def relative_error(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     off = torch.stack([(got[n].double() - x).norm() for n, x in exact.items()])
     size = torch.stack([x.norm() for x in exact.values()])
     return float(off.norm() / size.norm())
+
+
+def loss_of_local_tokens(
+    model: nn.Module, mesh: DeviceMesh, layout: str = "contiguous"
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """This rank's loss, of its tokens; FSDP2 and DDP take the mean over dp and cp."""
+
+    def loss(ids: Tensor, labels: Tensor) -> Tensor:
+        local = cp.shard_batch({"ids": ids, "labels": labels}, mesh, layout=layout)
+        logits = model(local["ids"]).flatten(0, 1)
+        summed = F.cross_entropy(logits, local["labels"].flatten(), reduction="sum")
+        return summed * mesh["cp"].size() / labels.numel()
+
+    return loss
 
 
 def local_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
