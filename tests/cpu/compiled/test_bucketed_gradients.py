@@ -13,7 +13,8 @@ from torch import Tensor
 from cpcompile import config
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.composition.training import GPT
-from tests.support.bounds import Deviation, check, deviations, in_one_process, step
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import check, deviations, in_one_process, step
 
 MEGABYTE = 2**20
 
@@ -28,7 +29,10 @@ class WithLoss(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def run(megabytes: float, length: int) -> tuple[list[Deviation], Counter[str], int]:
+@pytest.mark.parametrize("length", [32, 33], ids=["even", "uneven"])
+@pytest.mark.parametrize("megabytes", [25.0, 0.008, 0.0], ids=["one", "small", "off"])
+@on_ranks(2)
+def test_gradients_travel_in_buckets(megabytes: float, length: int) -> None:
     """Errors, what is sent in a backward, and the bytes of all gradients."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -44,19 +48,10 @@ def run(megabytes: float, length: int) -> tuple[list[Deviation], Counter[str], i
             loss.backward()
     sent = Counter(e.name for e in profile.events() if "all_reduce" in e.name)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return found, sent, size
-
-
-@pytest.mark.parametrize("length", [32, 33], ids=["even", "uneven"])
-@pytest.mark.parametrize("megabytes", [25.0, 0.008, 0.0], ids=["one", "small", "off"])
-def test_gradients_travel_in_buckets(pools, megabytes: float, length: int) -> None:
-    for found, sent, size in pools[2].run(run, megabytes, length, timeout=120):
-        check(found)
-        count = sum(
-            n for name, n in sent.items() if name.startswith("_c10d_functional")
-        )
-        if megabytes:
-            assert 1 <= count <= size / (megabytes * MEGABYTE) + 2, sent
-        else:
-            # The head's is complete: logits are gathered where the last is cut off.
-            assert count == len(list(GPT().parameters())) - 1, sent
+    check(found)
+    count = sum(n for name, n in sent.items() if name.startswith("_c10d_functional"))
+    if megabytes:
+        assert 1 <= count <= size / (megabytes * MEGABYTE) + 2, sent
+    else:
+        # The head's is complete: logits are gathered where the last is cut off.
+        assert count == len(list(GPT().parameters())) - 1, sent

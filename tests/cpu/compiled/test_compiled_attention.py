@@ -21,6 +21,7 @@ from tests.cpu.attention_cases import (
     run_on_grid,
     sequence_mesh,
 )
+from tests.cpu.on_ranks import on_ranks
 from tests.support.pairwise import selected_cases
 
 AXES = {
@@ -62,16 +63,19 @@ def run_dtensors(case: AttentionCase, inner: str) -> Attended | None:
     return run_case(case, lambda _, q, k, v: function(q, k, v))
 
 
-def run_plain(case: AttentionCase, inner: str, **options) -> Attended:
+def run_plain(case: AttentionCase, inner: str, *calls: AttentionCase, **options):
+    """The results of every call, of `case` unless there are others."""
     options = {"mesh": sequence_mesh(case.world), **options}
     shard = {"query": 2, "key": 2, "value": 2}
     function = compiled(case, inner, shard=shard, **options)
-    *leaves, grad = make_inputs(case)
-    leaves = [x.requires_grad_() for x in leaves]
-    out = function(*leaves)
-    assert not isinstance(out, DTensor)
-    grads = torch.autograd.grad(out, leaves, grad)
-    return Attended(out.detach(), *grads)
+    results = []
+    for each in calls or (case,):
+        *leaves, grad = make_inputs(each)
+        leaves = [x.requires_grad_() for x in leaves]
+        out = function(*leaves)
+        assert not isinstance(out, DTensor)
+        results.append(Attended(out.detach(), *torch.autograd.grad(out, leaves, grad)))
+    return results if calls else results[0]
 
 
 def run_plain_on_grid(case: AttentionCase, inner: str) -> Attended:
@@ -86,25 +90,10 @@ def run_dtensors_on_grid(case: AttentionCase, inner: str) -> Attended:
 
 
 RUN = {"plain": run_plain, "dtensor": run_dtensors}
-
-
-@pytest.mark.parametrize(
-    "values",
-    selected_cases(AXES),
-    ids=lambda values: "-".join(str(v).replace("torch.", "") for v in values.values()),
-)
-def test_forward_and_gradients(pools, values):
-    rest = {k: v for k, v in values.items() if k not in ("door", "inner")}
-    case = AttentionCase(**rest)
-    run = RUN[values["door"]]
-    results = pools[case.world].run(run, case, values["inner"], timeout=120)
-    for got in results if values["door"] == "plain" else results[:1]:
-        check_case(case, got)
-
-
+RUN_ON_GRID = {"plain": run_plain_on_grid, "dtensor": run_dtensors_on_grid}
 GRID = {
     "inner": ("ulysses", "ring"),
-    "door": (run_plain_on_grid, run_dtensors_on_grid),
+    "door": ("plain", "dtensor"),
     "compiler": ("inductor", "aot_eager"),
     "causal": (True, False),
     "heads": ((4, 4), (4, 1), (3, 3), (6, 2)),
@@ -113,37 +102,35 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize(
-    "values",
-    selected_cases(GRID),
-    ids=lambda values: "-".join(
-        str(getattr(v, "__name__", v)).replace("torch.", "") for v in values.values()
-    ),
-)
-def test_a_hybrid_on_the_axes_of_a_mesh(pools, values):
-    run, compiler = values.pop("door"), values.pop("compiler")
+def on_grid(values: dict) -> tuple[AttentionCase, str, str]:
+    """A hybrid of four ranks, on the axes of a mesh."""
     heads, kv_heads = values.pop("heads")
-    case = AttentionCase("hybrid", heads=heads, kv_heads=kv_heads, world=4, **values)
-    for got in pools[4].run(run, case, compiler, timeout=120):
+    rest = {"heads": heads, "kv_heads": kv_heads, "world": 4}
+    how = values.pop("door"), values.pop("compiler")
+    return AttentionCase("hybrid", **rest, **values), *how
+
+
+def on_a_line(values: dict) -> tuple[AttentionCase, str, str]:
+    how = values.pop("door"), values.pop("inner")
+    return AttentionCase(**values), *how
+
+
+CASES = [*map(on_a_line, selected_cases(AXES)), *map(on_grid, selected_cases(GRID))]
+
+
+@pytest.mark.parametrize(("case", "door", "compiler"), CASES, ids=str)
+@on_ranks(lambda case: case.world)
+def test_forward_and_gradients(case, door, compiler):
+    run = (RUN_ON_GRID if case.strategy == "hybrid" else RUN)[door]
+    got = run(case, compiler)
+    if got is not None:  # which rank 0 has
         check_case(case, got)
 
 
-def run_two_lengths(first: AttentionCase, second: AttentionCase) -> list[Attended]:
+@on_ranks(2)
+def test_the_length_may_change_from_call_to_call():
     """One compiled function called with two sequence lengths, and the first again."""
-    mesh = sequence_mesh(first.world)
-    shard = {"query": 2, "key": 2, "value": 2}
-    function = compiled(first, "aot_eager", mesh=mesh, shard=shard)
-    results = []
-    for case in (first, second, first):
-        *leaves, grad = make_inputs(case)
-        leaves = [x.requires_grad_() for x in leaves]
-        out = function(*leaves)
-        results.append(Attended(out.detach(), *torch.autograd.grad(out, leaves, grad)))
-    return results
-
-
-def test_the_length_may_change_from_call_to_call(pools):
     first, second = AttentionCase(seq=64), AttentionCase(seq=48)
-    for results in pools[2].run(run_two_lengths, first, second, timeout=120):
-        for case, got in zip((first, second, first), results, strict=True):
-            check_case(case, got)
+    calls = (first, second, first)
+    for case, got in zip(calls, run_plain(first, "aot_eager", *calls), strict=True):
+        check_case(case, got)

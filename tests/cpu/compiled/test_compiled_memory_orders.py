@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
+from tests.cpu.against_one_process import run
 from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import Deviation, check, deviation, largest
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import Values, check, deviations, in_one_process
 
 WIDTH, HEADS, BATCH, LENGTH = 48, 4, 2, 64
 
@@ -126,53 +128,29 @@ SETTINGS = {
     "channels last": {"force_layout_optimization": True},
     "no layouts": {"layout_optimization": False},
 }
-
-
-def run(
-    name: str, options: dict, dtype: torch.dtype, setting: str = "usual"
-) -> dict[str, Tensor]:
-    """Loss and gradients; in one process, as it is written, without options."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = PROGRAMS[name]().to(dtype)
-    x = torch.randn(BATCH, LENGTH, WIDTH).to(dtype).requires_grad_()
-    step = torch.compile(model, backend="cp", options=options) if options else model
-    with inductor_config.patch(SETTINGS[setting]):
-        loss = step(x)
-        loss.backward()
-    found = {"loss": loss.detach(), "x": x.grad}
-    found |= {name: p.grad for name, p in model.named_parameters()}
-    return {k: v for k, v in found.items() if v is not None}
-
-
-def run_both(name: str, strategy: str, setting: str) -> list[Deviation]:
-    mesh = sequence_mesh(dist.get_world_size())
-    options = {"mesh": mesh, "strategy": strategy}
-    exact = run(name, {}, torch.float64)
-    rough = run(name, {}, torch.float32)
-    got = run(name, options, torch.float32, setting)
-    # What cancels to a gradient of zero, as that of a key's bias, was as large as this.
-    floor = max(largest(x) for k, x in exact.items() if k != "loss")
-    return [
-        deviation(k, got[k], exact[k], rough[k], 1.0 if k == "loss" else floor)
-        for k in exact
-    ]
-
-
-DEFAULT = [("Convolution", "ring", "usual"), ("HeadsLast", "ring", "usual")]
-OTHERS = [
+CASES = [
     (name, strategy, setting)
     for name in PROGRAMS
     for strategy in ("ring", "all_gather", "ulysses", "hybrid")
     for setting in SETTINGS
     if strategy == "ring" or setting == "usual"
 ]
-CASES = [*DEFAULT, *(x for x in OTHERS if x not in DEFAULT)]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "strategy", "setting"), CASES)
-def test_a_neighbour_changes_nothing(pools, name, strategy, setting):
-    pool = pools[4 if strategy == "hybrid" else 2]
-    for deviations in pool.run(run_both, name, strategy, setting, timeout=240):
-        check(deviations)
+@on_ranks(lambda strategy: 4 if strategy == "hybrid" else 2, timeout=240)
+def test_a_neighbour_changes_nothing(name, strategy, setting):
+    """In float32, whose kernels are others than those of float64."""
+    torch._dynamo.reset()
+    model, x = PROGRAMS[name](), torch.randn(BATCH, LENGTH, WIDTH)
+    options = {"mesh": sequence_mesh(dist.get_world_size()), "strategy": strategy}
+    compiled = torch.compile(model, backend="cp", options=options)
+
+    def step(alone: nn.Module) -> Values:
+        given = x.to(alone.qkv[0].weight.dtype).requires_grad_()
+        return run(alone, given, alone)
+
+    values = in_one_process(step, model)
+    with inductor_config.patch(SETTINGS[setting]):
+        check(deviations(run(compiled, x.requires_grad_(), model), *values))

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import Deviation, check, deviations, in_one_process
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import check, deviations, in_one_process
 
 TOKENS, WIDTH = 24, 8
 
@@ -43,18 +44,14 @@ def gradients(model: nn.Module, called: nn.Module, x: Tensor) -> dict[str, Tenso
     return {f"grad of {name}": p.grad for name, p in model.named_parameters()}
 
 
-def run(ranks: int) -> list[Deviation]:
+@pytest.mark.timeout(240)
+@on_ranks(2, timeout=200)
+def test_no_operand_of_a_function_is_written_into() -> None:
+    """Its memory belongs to the caller, who uses it again (torch_fixes.md)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = Model().double(), torch.randn(TOKENS, 3, WIDTH).double()
     want = in_one_process(lambda alone: gradients(alone, alone, x), model)
-    options = {"mesh": sequence_mesh(ranks), "strategy": "ring"}
+    options = {"mesh": sequence_mesh(2), "strategy": "ring"}
     compiled = torch.compile(model, backend="cp", options=options)
-    return deviations(gradients(model, compiled, x), *want)
-
-
-@pytest.mark.timeout(240)
-def test_no_operand_of_a_function_is_written_into(pools) -> None:
-    """Its memory belongs to the caller, who uses it again (torch_fixes.md)."""
-    for found in pools[2].run(run, 2, timeout=200):
-        check(found)
+    check(deviations(gradients(model, compiled, x), *want))

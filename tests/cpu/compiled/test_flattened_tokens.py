@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.programs import ModuleEncoder, SequenceFirst
-from tests.support.bounds import Deviation, check, deviations, in_one_process, step
+from tests.support.bounds import check, deviations, in_one_process, step
 
 
-def messages(
-    make: type[ModuleEncoder], inner: str, tokens: int
-) -> tuple[list[Deviation], Counter[str]]:
-    """Errors of a step on 2 ranks, and the collectives in it, by name."""
+@pytest.mark.parametrize("make", [ModuleEncoder, SequenceFirst])
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("tokens", [16, 17])
+@on_ranks(2, timeout=240)
+def test_nothing_is_gathered(tokens, inner, make):
+    """Sums of the loss and of gradients are all that is sent besides attention."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, ids = make(), torch.randint(0, 50, (2, tokens))
@@ -26,15 +29,7 @@ def messages(
     with torch.profiler.profile() as profile:
         call(ids).backward()
     names = (e.name for e in profile.events() if "c10d_functional::" in e.name)
-    return found, Counter(name.split("::")[1] for name in names)
-
-
-@pytest.mark.parametrize("make", [ModuleEncoder, SequenceFirst])
-@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
-@pytest.mark.parametrize("tokens", [16, 17])
-def test_nothing_is_gathered(pools, tokens, inner, make):
-    """Sums of the loss and of gradients are all that is sent besides attention."""
-    for found, sent in pools[2].run(messages, make, inner, tokens, timeout=240):
-        check(found)
-        assert sent["all_reduce"] + sent["all_reduce_"] > 0
-        assert sent["all_gather_into_tensor"] == 0, sent
+    sent = Counter(name.split("::")[1] for name in names)
+    check(found)
+    assert sent["all_reduce"] + sent["all_reduce_"] > 0
+    assert sent["all_gather_into_tensor"] == 0, sent

@@ -6,43 +6,34 @@ whose blocks are compiled one by one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import Deviation, Values, check, deviations
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import Values, check, deviations
 from tests.support.forms.repeated_models import Kind, new_model, two_steps
 from tests.support.settings import split
 
 LAYERS = 4
 
 
-@dataclass(frozen=True)
-class Ran:
-    """Of two steps: errors and values; how many blocks were folded in each row."""
-
-    errors: list[Deviation]
-    values: Values
-    folded: list[int]
-
-
 def run(
     kind: Kind, given: dict[str, object], repeat: object, dynamic: bool = False
-) -> Ran:
+) -> tuple[Values, list[int]]:
+    """Values of two steps; how many blocks were folded in each row."""
     torch._dynamo.reset()
+    torch.manual_seed(0)
     model = new_model(kind, LAYERS)
     options, settings = split({"mesh": sequence_mesh(2), "repeat": repeat, **given})
     compiled = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
     with recording() as reports, settings:
         values = two_steps(compiled, model)
-    errors = []
     if not kind.dropout and not kind.attention_dropout:  # other random numbers
         alone = new_model(kind, LAYERS)
-        errors = deviations(values, two_steps(alone, alone))
-    return Ran(errors, values, [x.count for x in reports[0].folded])
+        check(deviations(values, two_steps(alone, alone)))
+    return values, [x.count for x in reports[0].folded]
 
 
 KINDS = {
@@ -59,31 +50,20 @@ KINDS = {
 }
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("kind", "given"), KINDS.values(), ids=KINDS)
-def test_numbers_are_those_of_separate_blocks(pools, kind, given):
-    folded = pools[2].run(run, kind, given, "auto", timeout=400)
-    separate = pools[2].run(run, kind, given, False, timeout=400)
-    for one, other in zip(folded, separate, strict=True):
-        if kind.attention_dropout:  # draws from a generator: stays as it is
-            assert one.folded == []
-        else:
-            assert min(one.folded) >= 3 and len(one.folded) == 2
-        check_pair(one, other)
+CASES = [(name, False) for name in KINDS] + [("ring-zigzag", True)]
 
 
-def check_pair(one: Ran, other: Ran) -> None:
-    """The numbers are right, and those of separate blocks."""
-    assert other.folded == []
-    check(one.errors)
-    check(deviations(one.values, other.values))  # the last bits may differ
-
-
-@pytest.mark.timeout(400)
-def test_a_length_that_is_a_symbol(pools):
-    kind, given = Kind(), {"strategy": "ring", "layout": "zigzag"}
-    folded = pools[2].run(run, kind, given, "auto", True, timeout=400)
-    separate = pools[2].run(run, kind, given, False, True, timeout=400)
-    for one, other in zip(folded, separate, strict=True):
-        assert min(one.folded) >= 3 and len(one.folded) == 2
-        check_pair(one, other)
+@pytest.mark.timeout(800)
+@pytest.mark.parametrize(("name", "dynamic"), CASES)
+@on_ranks(2, timeout=790)
+def test_numbers_are_those_of_separate_blocks(name, dynamic):
+    """The last bits may differ; `dynamic`: the length is a symbol."""
+    kind, given = KINDS[name]
+    one, folded = run(kind, given, "auto", dynamic)
+    other, none = run(kind, given, False, dynamic)
+    if kind.attention_dropout:  # draws from a generator: stays as it is
+        assert folded == []
+    else:
+        assert min(folded) >= 3 and len(folded) == 2
+    assert none == []
+    check(deviations(one, other))

@@ -12,20 +12,17 @@ bound for float64 of Note [Derived bounds] at most.
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile import config
-from cpcompile.compile import compile_local as inductor
-from cpcompile.compile.overlap import check_overlap
 from tests.cpu.against_one_process import run
 from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import Deviation, Values, check, deviations
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import check, deviations
+from tests.support.counted_shifts import counted_shifts
 
 HEADS, WIDTH, LONGEST = 2, 16, 64
 WINDOW = 9
@@ -97,32 +94,6 @@ class Bias(Attention):
         return low.masked_fill(~seen, -torch.inf)
 
 
-def run_ring(
-    make: type[Attention], length: int, world: int, layout: str, unroll: int
-) -> tuple[Values, list[Deviation], list[int]]:
-    """Results and gradients, their errors, and the messages of each direction."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = make().double()
-    x = torch.randn(2, length, WIDTH, dtype=torch.float64)
-    wanted = run(model, x.clone().requires_grad_(), model)
-    options = {"mesh": sequence_mesh(world), "strategy": "ring"}
-    options["layout"] = layout
-    compiled = torch.compile(model, backend="cp", options=options, fullgraph=True)
-    messages: list[int] = []
-
-    def count(code: str) -> None:
-        messages.append(len(check_overlap(code)))
-
-    with (
-        config.patch(check_overlap=True, unroll=unroll),
-        mock.patch.object(inductor, "check_overlap", count),
-    ):
-        found = run(compiled, x.clone().requires_grad_(), model)
-    assert torch._C._distributed_c10d._get_work_registry_size() == 0
-    return found, deviations(found, wanted), messages
-
-
 # Messages with keys in the forward, where each rank has at least a window.
 HOPS = {Window: 1, BothSides: 2}
 
@@ -136,16 +107,22 @@ HOPS = {Window: 1, BothSides: 2}
         *((make, 61, 3, "zigzag") for make in (Window, Packed)),
     ],
 )
-def test_unrolled_equals_looped(pools, make, length, world, layout):
-    args = (run_ring, make, length, world, layout)
+@on_ranks("world", timeout=280)
+def test_unrolled_equals_looped(make, length, world, layout):
     hops = HOPS.get(make, world - 1) if layout == "contiguous" else world - 1
     hops = min(hops, world - 1)
-    unrolled = pools[world].run(*args, 8, timeout=140)
-    looped = pools[world].run(*args, 0, timeout=140)
-    for (found, errors, messages), (other, other_errors, none) in zip(
-        unrolled, looped, strict=True
-    ):
-        check([*errors, *other_errors])
-        assert messages == [hops, 2 * hops + 1]  # back home besides
-        assert none == [0, 0]
-        check(deviations(found, other))
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randn(2, length, WIDTH, dtype=torch.float64).requires_grad_()
+    wanted = run(model, x, model)
+    options = {"mesh": sequence_mesh(world), "strategy": "ring", "layout": layout}
+    results = []
+    # And back home besides.
+    for unroll, messages in ((8, [hops, 2 * hops + 1]), (0, [0, 0])):
+        torch._dynamo.reset()
+        call = torch.compile(model, backend="cp", options=options, fullgraph=True)
+        with counted_shifts(unroll) as found:
+            results.append(run(call, x, model))
+        assert found == messages
+        check(deviations(results[-1], wanted))
+    check(deviations(*results))

@@ -26,8 +26,10 @@ from torch.compiler._cache import CacheArtifactManager
 
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.length_cases import check as check_lengths
 from tests.cpu.length_cases import run as run_lengths
-from tests.support.bounds import Deviation, Values, check, deviations
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import Values, check, deviations
 from tests.support.forms.repeated_models import Kind, new_model, two_steps
 from tests.support.settings import split
 
@@ -49,11 +51,11 @@ class Start:
 
     cache: tuple[int, int, int]
     values: Values
-    errors: list[Deviation]
     report: list[str]
 
 
 def start(kind: Kind, options: dict[str, object], layers: int = 1) -> Start:
+    """Two steps, which are compared with one process."""
     torch._dynamo.reset()
     counters.clear()
     model = new_model(kind, layers)
@@ -62,10 +64,9 @@ def start(kind: Kind, options: dict[str, object], layers: int = 1) -> Start:
     compiled = torch.compile(model, backend="cp", options=given)
     with recording() as reports, settings:
         values = two_steps(compiled, model)
-    errors = []
     if not kind.dropout and not kind.attention_dropout:  # other random numbers
         alone = new_model(kind, layers)
-        errors = deviations(values, two_steps(alone, alone))
+        check(deviations(values, two_steps(alone, alone)))
     found = counters["aot_autograd"]
     names = ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_saved")
     # A rank that finds no program asks once more when it compiles it.
@@ -73,37 +74,31 @@ def start(kind: Kind, options: dict[str, object], layers: int = 1) -> Start:
     accounts = reports[0].accounts
     assert len(accounts) == 2, "a forward and a backward"
     report = [*reports[0].edges(), *map(str, accounts)]
-    return Start((hit, min(miss, 1), saved), values, errors, report)
+    return Start((hit, min(miss, 1), saved), values, report)
 
 
 def check_same(first: Start, second: Start) -> None:
-    for each in (first, second):
-        check(each.errors)
     assert first.report == second.report
-    assert first.values.keys() == second.values.keys()
-    for name, value in first.values.items():
-        torch.testing.assert_close(second.values[name], value, rtol=0, atol=0)
+    torch.testing.assert_close(second.values, first.values, rtol=0, atol=0)
 
 
-def one_rank_forgets() -> list[Start]:
-    """The starts: cold, warm, after rank 1 lost its program, warm again."""
+@on_ranks(2)
+def test_all_ranks_find_the_program_or_none_does():
+    """Cold, warm, after rank 1 lost its program, warm again."""
     with kept() as programs:
-        starts = [start(Kind(), ZIGZAG), start(Kind(), ZIGZAG)]
+        cold, warm = start(Kind(), ZIGZAG), start(Kind(), ZIGZAG)
         if dist.get_rank() == 1:
             shutil.rmtree(programs)
-        return [*starts, start(Kind(), ZIGZAG), start(Kind(), ZIGZAG)]
+        lost, again = start(Kind(), ZIGZAG), start(Kind(), ZIGZAG)
+    for other in (warm, lost, again):
+        check_same(cold, other)
+    assert (cold.cache, warm.cache, again.cache) == (MISS, HIT, HIT)
+    assert lost.cache == (DROPPED if dist.get_rank() == 0 else MISS)
 
 
-def test_all_ranks_find_the_program_or_none_does(pools) -> None:
-    for rank, starts in enumerate(pools[2].run(one_rank_forgets, timeout=170)):
-        cold, warm, lost, again = starts
-        for other in (warm, lost, again):
-            check_same(cold, other)
-        assert (cold.cache, warm.cache, again.cache) == (MISS, HIT, HIT)
-        assert lost.cache == (DROPPED if rank == 0 else MISS)
-
-
-def one_rank_has_an_older_program() -> list[tuple[int, int, int]]:
+@on_ranks(2)
+def test_programs_of_two_compilations_do_not_run_together():
+    """Each rank has a program, and rank 1 one of an earlier compilation."""
     with kept() as programs:
         starts = [start(Kind(), ZIGZAG)]
         older = programs.with_name("older")
@@ -114,18 +109,7 @@ def one_rank_has_an_older_program() -> list[tuple[int, int, int]]:
             shutil.rmtree(programs)
             older.rename(programs)
         starts += [start(Kind(), ZIGZAG), start(Kind(), ZIGZAG)]
-        return [each.cache for each in starts]
-
-
-def test_programs_of_two_compilations_do_not_run_together(pools) -> None:
-    """Each rank has a program, and rank 1 one of an earlier compilation."""
-    for found in pools[2].run(one_rank_has_an_older_program, timeout=170):
-        assert found == [MISS, MISS, DROPPED, HIT]
-
-
-def another_program(options: dict[str, object]) -> list[tuple[int, int, int]]:
-    with kept():
-        return [start(Kind(), each).cache for each in (ZIGZAG, ZIGZAG | options)]
+    assert [each.cache for each in starts] == [MISS, MISS, DROPPED, HIT]
 
 
 OTHERS = {
@@ -138,9 +122,11 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
-def test_another_option_is_another_program(pools, options) -> None:
-    for found in pools[2].run(another_program, options, timeout=170):
-        assert found == [MISS, MISS]
+@on_ranks(2)
+def test_another_option_is_another_program(options):
+    with kept():
+        starts = [start(Kind(), each) for each in (ZIGZAG, ZIGZAG | options)]
+    assert [each.cache for each in starts] == [MISS, MISS]
 
 
 KINDS = {
@@ -154,55 +140,36 @@ KINDS = {
 }
 
 
-def twice(kind: Kind, options: dict[str, object]) -> list[Start]:
-    with kept():
-        return [start(kind, options, layers=4) for _ in range(2)]
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
-def test_every_kind_of_program(pools, kind, options) -> None:
+@on_ranks(2, timeout=390)
+def test_every_kind_of_program(kind, options):
     """What tiles, folding and budgets have found is in the second report too."""
-    for cold, warm in pools[2].run(twice, kind, options, timeout=390):
-        check_same(cold, warm)
-        assert (cold.cache, warm.cache) == (MISS, HIT)
+    with kept():
+        cold, warm = (start(kind, options, layers=4) for _ in range(2))
+    check_same(cold, warm)
+    assert (cold.cache, warm.cache) == (MISS, HIT)
 
 
-def many_lengths(name: str, starts: tuple) -> list[tuple[list[tuple], int]]:
-    """The answers of each start, and how many programs it has found."""
-    found = []
+# One program is for multiples of the ranks, and one, with 67 tokens, for all lengths.
+# What masks say of all lengths is a constant of the program.
+LENGTHS = {
+    "attention": (((64, 32, 67, 128), (32, 128, 67, 64)), [0, 0, 1, 1]),
+    "padded": (((67, 64), (33, 90)), [0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@on_ranks(2)
+def test_symbolic_lengths(name):
+    """Programs for many lengths are not kept, and are right at every start."""
+    starts, programs = LENGTHS[name]
     with kept():
         for lengths in starts:
             counters.clear()
-            answers = run_lengths(name, "plain", "inductor", True, lengths, **ZIGZAG)
-            found.append((answers, counters["aot_autograd"]["autograd_cache_hit"]))
-    return found
-
-
-def check_lengths(found: list, programs: list[int]) -> None:
-    cold, warm = found
-    for answers, _ in found:
-        assert [number for number, _, _ in answers] == programs
-        for _, _, errors in answers:
-            check(errors)
-    assert (cold[1], warm[1]) == (0, 0)
-
-
-def test_symbolic_lengths(pools) -> None:
-    """Programs for many lengths are not kept, and are right at every start.
-
-    One program is for multiples of the ranks, and one, with 67 tokens, for all lengths.
-    """
-    starts = ((64, 32, 67, 128), (32, 128, 67, 64))
-    for found in pools[2].run(many_lengths, "attention", starts, timeout=170):
-        check_lengths(found, [0, 0, 1, 1])
-
-
-def test_masks_of_symbolic_lengths(pools) -> None:
-    """What masks say of all lengths is a constant of the program."""
-    starts = ((67, 64), (33, 90))
-    for found in pools[2].run(many_lengths, "padded", starts, timeout=170):
-        check_lengths(found, [0, 0])
+            found = run_lengths(name, "plain", "inductor", True, lengths, **ZIGZAG)
+            check_lengths([found], programs)
+            assert counters["aot_autograd"]["autograd_cache_hit"] == 0
 
 
 @torch._dynamo.allow_in_graph
@@ -240,7 +207,8 @@ def lines_of_the_log() -> Iterator[list[str]]:
         log.setLevel(logging.NOTSET)
 
 
-def start_opaque() -> tuple[tuple[int, ...], str]:
+@on_ranks(2)
+def test_what_has_no_text_is_compiled_again() -> None:
     with lines_of_the_log() as lines, kept():
         counters.clear()
         for _ in range(2):
@@ -249,14 +217,11 @@ def start_opaque() -> tuple[tuple[int, ...], str]:
             compiled = torch.compile(Opaque(), backend="cp", options=options)
             compiled(torch.ones(1, 2, 64, 8))
     found = counters["aot_autograd"]
-    return (found["autograd_cache_hit"], found["autograd_cache_saved"]), lines[0]
-
-
-def test_what_has_no_text_is_compiled_again(pools) -> None:
-    for counted, line in pools[2].run(start_opaque, timeout=80):
-        assert counted == (0, 0)
-        assert "a second start compiles again" in line
-        assert "of_the_user" in line
+    counted = (found["autograd_cache_hit"], found["autograd_cache_saved"])
+    line = lines[0]
+    assert counted == (0, 0)
+    assert "a second start compiles again" in line
+    assert "of_the_user" in line
 
 
 def start_without_a_key() -> tuple[Start, list[str]]:
@@ -272,12 +237,12 @@ def start_without_a_key() -> tuple[Start, list[str]]:
         return start(Kind(), ZIGZAG), lines
 
 
-def test_the_log_says_where_torch_keeps_nothing(pools) -> None:
-    for found, lines in pools[2].run(start_without_a_key, timeout=90):
-        check(found.errors)
-        assert found.cache[2] == 0
-        (line,) = lines
-        assert "AOTAutograd's cache has taken no program" in line
+@on_ranks(2)
+def test_the_log_says_where_torch_keeps_nothing() -> None:
+    found, lines = start_without_a_key()
+    assert found.cache[2] == 0
+    (line,) = lines
+    assert "AOTAutograd's cache has taken no program" in line
 
 
 def on_another_machine() -> list[Start]:
@@ -291,8 +256,9 @@ def on_another_machine() -> list[Start]:
         return [cold, start(Kind(), ZIGZAG)]
 
 
-def test_what_was_saved_is_found_in_an_empty_cache(pools) -> None:
+@on_ranks(2, timeout=175)
+def test_what_was_saved_is_found_in_an_empty_cache() -> None:
     """By torch.compiler.save_cache_artifacts, as for a machine that starts later."""
-    for cold, warm in pools[2].run(on_another_machine, timeout=175):
-        check_same(cold, warm)
-        assert (cold.cache, warm.cache) == (MISS, HIT)
+    cold, warm = on_another_machine()
+    check_same(cold, warm)
+    assert (cold.cache, warm.cache) == (MISS, HIT)
