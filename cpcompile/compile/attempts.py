@@ -175,7 +175,7 @@ class Attempts:
         ctx.findings.fallback_calls.update(fallback_calls)
         return self._sharded(module, ctx)
 
-    def _unsharded(self) -> tuple[CompiledCallable, dict[str, str], str]:
+    def _unsharded(self) -> tuple[CompiledCallable, dict[str, str]]:
         gm = self.untouched
         ctx = self._context(gm)
         find_attention(gm.graph, ctx)
@@ -185,8 +185,7 @@ class Attempts:
         ]
         gather_graph(gm.graph, ctx)
         gm.recompile()
-        compiled = self._assembled(Rewrite(gm, gm, ctx, {}), self.example_inputs, ())
-        return (*compiled, "")
+        return self._assembled(Rewrite(gm, gm, ctx, {}), self.example_inputs, ())
 
     def _sharded(
         self,

@@ -15,8 +15,7 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import TraceError
-from cpcompile.ranks.agreement import COMPILE_TIMEOUT_SECONDS, Attempt, attempt
-from cpcompile.ranks.text_exchange import Message, exchange
+from cpcompile.ranks.agreement import Attempt, all_gather_text, attempt
 
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ def attempt_with_fallbacks(
     gathered: dict[str, str] = {}
     for _ in range(MAX_RETRIES):
         to_gather = dict(gathered)
-        tried = attempt(group, lambda: (*make(to_gather), ""), final, doing)  # noqa: B023
+        tried = attempt(group, lambda: make(to_gather), final, doing)  # noqa: B023
         if tried.problem is None:
             return tried
         new_calls = _of_all_ranks(group, tried.problem, doing)
@@ -54,6 +53,5 @@ def _of_all_ranks(
     mine = {}
     if isinstance(problem, TraceError):
         mine = {problem.call: problem.reason}
-    message = Message(json.dumps(mine))
-    messages = exchange(group, message, COMPILE_TIMEOUT_SECONDS, doing)
-    return {k: v for message in messages for k, v in json.loads(message.text).items()}
+    texts = all_gather_text(group, json.dumps(mine), doing)
+    return {k: v for text in texts for k, v in json.loads(text).items()}
