@@ -235,7 +235,7 @@ class Attempts:
             tie_fraction=setting("tie_fraction"),
             whole_mask_share=setting("whole_mask_share"),
             strict=options.strict,
-            gather_limit=gather_limit(module, options.gather_outputs),
+            gather_limit=gather_limit(module, setting("gather_outputs_megabytes")),
             later_bytes=least_in_tiles(options),
             keeps_layout=options.local_view,
             backward=torch.is_grad_enabled() or enables_gradients(module.graph),

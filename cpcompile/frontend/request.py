@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -72,26 +72,24 @@ class Request:
         """The ranks that compile the graph together."""
         return self.mesh.get_group(self.axis)
 
-    @property
-    def outputs(self) -> Sequence[str] | None:
-        """Names of the results that are needed, or None for all of them."""
-        return self.options.outputs
-
 
 def agreed_request(
     graph: fx.Graph,
     options: Mapping[str, Any] | None,
     frame: Frame,
     mode: str | None = None,
+    **internal: bool,
 ) -> Options | Request:
     """Return the request; only the options where nothing of the graph is sharded.
+
+    internal: see `parse_options`.
 
     Raises: OptionError, InputError; RankMismatchError, also where another rank raises
     one of these two.
     """
     doing = f"compiles {frame.name}"
     try:
-        parsed = parse_options(options, mode)
+        parsed = parse_options(options, mode, **internal)
         check_process_group()
         read_stand_ins(graph)
         mesh_axis = find_mesh(graph, parsed, frame)

@@ -197,8 +197,8 @@ def _of_results(graphs: _Graphs, prices: Prices) -> Iterator[_Cost]:
     yield (
         f"results leave the model whole, {_size(rows)} on every rank, made at "
         f"{places[0]}{more}",
-        'return only what you need, or name it: options={"outputs": ["loss"]}; '
-        '"gather_outputs": False leaves results sharded',
+        'return only what you need, or name it: cpcompile.config.outputs = ["loss"]; '
+        "gather_outputs_megabytes = 0 leaves results sharded",
         prices.exchanged(rows),
     )
 

@@ -96,14 +96,14 @@ class Saved:
 class SavingBudget:
     """The input of `save_by_budget` in addition to its graph.
 
-    given: bytes (int), a fraction of what torch saves (float), or None for no limit.
+    given: a fraction of what torch saves, or bytes above 1; None for no limit.
     offload: whether torch moves what is saved into the memory of the host.
     frame: the name of what is compiled, for messages.
     all_gather_text: gives the texts of all ranks for the text of this rank.
     found: gets what was chosen.
     """
 
-    given: int | float | None
+    given: float | None
     frame: str
     all_gather_text: Callable[[str], Sequence[str]] = lambda text: [text]
     offload: bool = False
@@ -125,15 +125,14 @@ def save_by_budget(torchs: Partitioner, ctx: SavingBudget) -> list[fx.Node]:
     return saved
 
 
-def _within(
-    torchs: Partitioner, limit: int | float, ctx: SavingBudget
-) -> list[fx.Node]:
+def _within(torchs: Partitioner, limit: float, ctx: SavingBudget) -> list[fx.Node]:
     search = _Search(torchs)
     fastest = search.size(search.usual)
-    budget = limit if isinstance(limit, int) else int(limit * fastest)
+    is_bytes = limit > 1
+    budget = int(limit if is_bytes else limit * fastest)
     search.protect()
     choice = search.first_within(budget)
-    if choice is None and isinstance(limit, int):
+    if choice is None and is_bytes:
         raise _too_small(search, ctx, fastest)
     choice = choice or search.least
     choices = [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from cpcompile.errors import OptionError
 from cpcompile.logs import warn_once
 from cpcompile.options import Options
+from cpcompile.settings import setting
 
 from .save_by_budget import SavingBudget
 
@@ -23,12 +24,12 @@ def saving_of(
 
     Raises: OptionError for offloading from a CPU.
     """
-    budget, offload = options.activation_memory, options.offload_activations
+    budget, offload = options.activation_memory, setting("offload_activations")
     if offload and device_type == "cpu":
         raise OptionError(
-            "options['offload_activations']: got True on a mesh of device type 'cpu', "
-            "where what is saved is in the memory of the host already; needed an "
-            "accelerator, or False. options['activation_memory'] saves less"
+            "cpcompile.config.offload_activations is True on a mesh of device type "
+            "'cpu', where what is saved is in the memory of the host already; needed "
+            "an accelerator, or False. options['activation_memory'] saves less"
         )
     if budget is None and not offload:
         return None

@@ -30,11 +30,13 @@ class Ran:
 
 
 def run(
-    kind: Kind, given: dict[str, object], repeat: object, dynamic: bool = False
+    kind: Kind, given: dict[str, object], folds: bool, dynamic: bool = False
 ) -> Ran:
     torch._dynamo.reset()
     model = new_model(kind, LAYERS)
-    options, settings = split({"mesh": sequence_mesh(2), "repeat": repeat, **given})
+    options, settings = split(
+        {"mesh": sequence_mesh(2), "fold_repeated_blocks": folds, **given}
+    )
     compiled = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
     with recording() as reports, settings:
         values = two_steps(compiled, model)
@@ -63,7 +65,7 @@ KINDS = {
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("kind", "given"), KINDS.values(), ids=KINDS)
 def test_numbers_are_those_of_separate_blocks(pools, kind, given):
-    folded = pools[2].run(run, kind, given, "auto", timeout=400)
+    folded = pools[2].run(run, kind, given, True, timeout=400)
     separate = pools[2].run(run, kind, given, False, timeout=400)
     for one, other in zip(folded, separate, strict=True):
         if kind.attention_dropout:  # draws from a generator: stays as it is
@@ -84,7 +86,7 @@ def check_pair(one: Ran, other: Ran) -> None:
 @pytest.mark.timeout(400)
 def test_a_length_that_is_a_symbol(pools):
     kind, given = Kind(), {"strategy": "ring", "layout": "zigzag"}
-    folded = pools[2].run(run, kind, given, "auto", True, timeout=400)
+    folded = pools[2].run(run, kind, given, True, True, timeout=400)
     separate = pools[2].run(run, kind, given, False, True, timeout=400)
     for one, other in zip(folded, separate, strict=True):
         assert min(one.folded) >= 3 and len(one.folded) == 2

@@ -207,7 +207,7 @@ def run(name, world, strategy, batch, tokens, inner="aot_eager"):
             lambda: MODELS[name](kernels),
             (batch, tokens, WIDTH),
             world,
-            strategy={"mixers": strategy},
+            strategy=strategy,
             inner=inner,
         )
     return comparison, counters["cpcompile"]["exchange_mixers"]
@@ -232,7 +232,7 @@ def run_in_layout(name, strategy, layout):
             lambda: AfterAttention(MODELS[name](kernels)),
             (1, 16, WIDTH),
             2,
-            strategy={"attention": "ring", "mixers": strategy},
+            strategy=f"ring, {strategy}",
             layout=layout,
         )
 
@@ -311,7 +311,7 @@ def of_many_lengths(strategy):
         options = {
             "mesh": sequence_mesh(2),
             "inner": "aot_eager",
-            "strategy": {"mixers": strategy},
+            "strategy": strategy,
         }
         compiled = torch.compile(module, backend="cp", options=options)
         for tokens in (8, 12, 16, 11):
@@ -342,7 +342,7 @@ def beside_data_parallelism():
     with stand_ins() as kernels, warnings() as texts:
         torch.manual_seed(0)
         module = DeltaRule(kernels).double()
-        options = {"mesh": mesh, "axis": "cp", "strategy": {"mixers": "states"}}
+        options = {"mesh": mesh, "axis": "cp", "strategy": "states"}
         compiled = torch.compile(
             module, backend="cp", options={**options, "inner": "aot_eager"}
         )

@@ -23,7 +23,7 @@ CASES = [
 
 
 # Gathers of small tensors would be cheaper.
-FORCED = {"mixers": "exchange"}
+FORCED = "exchange"
 
 
 def run(name, world, batch, tokens, **options):

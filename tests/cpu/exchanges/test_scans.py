@@ -23,7 +23,7 @@ def run(name, strategy, world, batch):
         (batch, 14, 32),
         world,
         shard={"x": 1},
-        strategy={"mixers": strategy},
+        strategy=strategy,
     )
     return comparison, counters["cpcompile"]["exchange_mixers"]
 
@@ -33,7 +33,7 @@ def run_in_layout(strategy):
         lambda: AfterAttention(SCANS["Associative"]()),
         (1, 16, 32),
         2,
-        strategy={"attention": "ring", "mixers": strategy},
+        strategy=f"ring, {strategy}",
         layout="zigzag",
     )
 

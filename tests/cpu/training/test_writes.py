@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 import cpcompile as cp
+from cpcompile import config
 from tests.cpu.against_one_process import compare
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.programs import WIDTH, attend
@@ -314,15 +315,16 @@ class OnlyTheResult(JoinsByWrites):
 def run_for_one_result():
     mesh = sequence_mesh(2)
     found = {}
-    for name, make, options in (
+    for name, make, settings in (
         ("asked", JoinsByWrites, {"outputs": ["result"]}),
         ("whole", OnlyTheResult, {}),
     ):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model, x = make().double(), torch.randn(2, 8, WIDTH, dtype=torch.float64)
-        options = {"mesh": mesh, "inner": "aot_eager", **options}
-        result = torch.compile(model, backend="cp", options=options)(x)["result"]
+        options = {"mesh": mesh, "inner": "aot_eager"}
+        with config.patch(settings):
+            result = torch.compile(model, backend="cp", options=options)(x)["result"]
         result.square().sum().backward()
         gradients = {n: p.grad for n, p in model.named_parameters()}
         found[name] = {"result": result.detach(), **gradients}
