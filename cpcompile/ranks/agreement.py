@@ -8,7 +8,6 @@ rank does: all of them go on with the next attempt, or all raise.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -79,8 +78,8 @@ def check_agreement(
     """
     seconds = setting("agreement_timeout_seconds")
     fix = " (or a larger cpcompile.config.agreement_timeout_seconds)"
-    digests = all_gather_text(group, _digest(description), doing, seconds, fix)
-    _raise_if_they_differ(group, description, digests, doing)
+    texts = all_gather_text(group, json.dumps(description), doing, seconds, fix)
+    _raise_if_they_differ(group, texts)
 
 
 def attempt(
@@ -125,11 +124,11 @@ def _attempt(
     final: tuple[type[Exception], ...],
     doing: str,
 ) -> Attempt[T]:
-    made, items = None, {"": ""}
+    made: T | None = None
     error: Exception | None = None
     try:
         made, items = make()
-        message = Message(_digest(items))
+        message = Message(json.dumps(items))
     except RankFailedError as failed:  # received in an exchange inside of `make`
         if failed.final:
             raise
@@ -156,7 +155,7 @@ def _attempt(
         )
     if error is not None or failed_rank is not None:
         return Attempt(problem=error or failed_rank)
-    _raise_if_they_differ(group, items, [m.text for m in messages], doing)
+    _raise_if_they_differ(group, [m.text for m in messages])
     return Attempt(made)
 
 
@@ -224,34 +223,13 @@ def exchange(
     """
     if is_alone(group):
         return [message]
-    meetings = meetings_of(group)
-    number = meetings.number
-    try:
-        texts = meetings.exchange(doing, message.encoded(), seconds, fix)
-    except BaseException as error:  # those who come later must not count on us
-        if meetings.number > number:
-            reason = str(error) or type(error).__name__
-            meetings.leave(doing, Message("", reason, final=True).encoded())
-        raise
-    messages = [Message(**json.loads(text)) for text in texts]
-    if any(rank_message.error is not None for rank_message in messages):
-        meetings.stay(doing)
-    return messages
+    texts = meetings_of(group).meet(doing, message.encoded(), seconds, fix)
+    return [Message(**json.loads(text)) for text in texts]
 
 
-def _digest(items: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(items).encode()).hexdigest()
-
-
-def _raise_if_they_differ(
-    group: ProcessGroup, items: dict[str, str], digests: list[str], doing: str
-) -> None:
-    """Raise RankMismatchError unless the digests of all ranks' items are the same.
-
-    Descriptions are long, and exchanged only where their digests differ.
-    """
-    if len(set(digests)) > 1:
-        texts = all_gather_text(group, json.dumps(items), doing)
+def _raise_if_they_differ(group: ProcessGroup, texts: list[str]) -> None:
+    """Raise RankMismatchError unless the items of all ranks are the same."""
+    if len(set(texts)) > 1:
         raise RankMismatchError(_differences_text(group, list(map(json.loads, texts))))
 
 

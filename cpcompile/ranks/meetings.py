@@ -7,16 +7,17 @@ to one counter in the store of the process group, and is told the sum. If that i
 multiple of its own hash, the ranks differ; who sees it says so in a second counter,
 where the others look. If all have come, the last one says that they agree. So a rank
 needs one question to the store, and those that wait for others a few more, whatever
-the number of ranks. Counters are used in turns, so that the store does not grow.
-What a rank does stands in a key of its own, which is read only where ranks differ.
-Every wait has an end. No wait goes through the group's own messages: a rank that does
-something else would take these for its own.
+the number of ranks. Keys are used in turns, so that the store does not grow.
+What a rank does, and its text, stand in keys of its own, which are read only where
+ranks differ. Every wait has an end. No wait goes through the group's own messages: a
+rank that does something else would take these for its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import time
 import weakref
 import zlib
@@ -29,20 +30,23 @@ from cpcompile.errors import RankMismatchError
 from cpcompile.ranks.heartbeat import Gone, announce, watch
 from cpcompile.torch_private.process_groups import get_default_store
 
-# How long a rank that has seen a difference waits for what the others have.
-GRACE_SECONDS = 10.0
+# How long a rank that sees others do something else waits for those that are late.
+GRACE_SECONDS = 2.5
 
-# How long a rank that is about to raise stays until the others have received its error:
-# its end may be the end of the store.
+# How long it waits for texts of ranks that have come and see that texts differ.
+_TEXT_SECONDS = 10.0
+
+# How long a rank that is about to raise stays until the others know why: its end may be
+# the end of the store.
 _RECEIVED_SECONDS = 5.0
 
 # How often a rank that waits looks whether the others still run.
 _LOOK_SECONDS = 1.0
 
-# Counters that are in use at once: a rank that fails does not wait for the others.
+# Keys of a meeting that are in use at once: a rank that fails does not wait for others.
 _TURNS = 16
 
-_ONLY_VALUES = "only values differ"
+_ONLY_TEXTS = "only texts differ"
 
 
 class Meetings:
@@ -68,109 +72,95 @@ class Meetings:
         """
         self.name, self.rank, self.size, self.seconds = name, rank, size, seconds
         self.number = 0
-        self._root = self._store = store
+        self._store = store
         self._begin_to_watch = gone
 
     def meet(
-        self, action: str, values: str = "", details: Callable[[], str] = str
+        self, action: str, text: str = "", seconds: float | None = None, fix: str = ""
     ) -> list[str]:
-        """Wait until all ranks are about to do `action` with equal `values`.
+        """Wait until all ranks are about to do `action`; return their texts.
 
-        Returns: what `details` says on every rank if only values differ, else nothing.
+        Args:
+            text: of this rank; it is sent only if another rank has another one.
+            seconds: how long this rank waits for ranks that run.
+            fix: what else helps if it has waited in vain, for the error.
 
         Raises: RankMismatchError, with one text on all ranks that came, if they do
         different things; also if a rank has ended, or does not come in time.
         """
+        limit = (self.seconds if seconds is None else seconds, fix)
         with self._store_answers(action):
-            if self._arrive(action, values) and self._wait(action, self.seconds, ""):
-                return []
-            return self._differ(action, details)
-
-    def exchange(
-        self, action: str, text: str, seconds: float, fix: str = ""
-    ) -> list[str]:
-        """Return the texts of all ranks, which are about to do `action`, in rank order.
-
-        Args:
-            seconds: how long this rank waits for ranks that run.
-            fix: what else helps if it has waited in vain, for the error.
-
-        Raises: RankMismatchError, as `meet`.
-        """
-        with self._store_answers(action):
-            self._store.set(self._text_key(self.number + 1, self.rank), text)
-            if not (self._arrive(action) and self._wait(action, seconds, fix)):
-                self._differ(action, str)
-            keys = [self._text_key(self.number, rank) for rank in range(self.size)]
-            return [data.decode() for data in self._store.multi_get(keys)]
+            alike = self._arrive(action, text)
+            try:
+                if alike and self._wait(action, "verdict", *limit) > 0:
+                    return [text] * self.size
+                self._wait(action, "all", *limit, GRACE_SECONDS)
+            except BaseException as error:  # those who come later must not count on us
+                did = f"{action}, and has raised: {str(error) or type(error).__name__}"
+                self._decide(self._difference([f"rank {self.rank} {did}"]))
+                self._store.add(f"count/{self._turn}", 1 << 16)  # fits to no hash
+                raise
+            return self._texts(action, text)
 
     def tell(self, action: str, text: str) -> None:
-        """Say `text` in the next exchange, without waiting for the others."""
+        """Say `text` in the next meeting, without waiting for the others."""
         with self._store_answers(action):
-            self._store.set(self._text_key(self.number + 1, self.rank), text)
-            self._arrive(action)
+            self._store.set(f"text/{self.number + 1}/{self.rank}", text)
+            self._arrive(action, text)
             self._store.add(f"received/{self.number}", 1)
 
-    def leave(self, action: str, text: str) -> None:
-        """Say `text` to those who come to the last exchange later than this rank."""
-        with self._store_answers(action):
-            self._store.set(self._text_key(self.number, self.rank), text)
-            self._store.add(f"received/{self.number}", 1)
-
-    def stay(self, action: str) -> None:
-        """Wait a little until all ranks have received the texts of the last exchange.
-
-        All ranks call it, or have told or left.
-        """
-        end = time.monotonic() + _RECEIVED_SECONDS
-        with self._store_answers(action):
-            received = self._store.add(f"received/{self.number}", 1)
-            while received < self.size and time.monotonic() < end:
-                time.sleep(0.01)
-                received = self._store.add(f"received/{self.number}", 0)
-
-    def _arrive(self, action: str, values: str = "") -> bool:
+    def _arrive(self, action: str, text: str) -> bool:
         """Come to the next meeting; tell whether all that have come do the same."""
         self.number += 1
-        self._store.set(f"at/{self.rank}", f"{self.number} {action}")
-        mark = zlib.crc32(f"{action} {values}".encode()) >> 1
+        self._be_at(action)
+        mark = zlib.crc32(f"{action} {text}".encode()) >> 1
         total = self._store.add(f"count/{self._turn}", (mark << 16) + 1)
         came, marks = total & 0xFFFF, total >> 16
         if marks != came * mark:
-            self._report(-self.number)
-            return False
+            self._store.set(f"verdict/{self._turn}", str(-self.number))
         if came == self.size:
             self._store.set(f"count/{self._turn}", "0")
-            self._report(self.number)
-        return True
+            self._store.set(f"all/{self._turn}", str(self.number))
+            if marks == came * mark:
+                self._store.set(f"verdict/{self._turn}", str(self.number))
+        return marks == came * mark
 
-    def _wait(self, action: str, seconds: float, fix: str) -> bool:
-        """Wait for all ranks; tell whether they came to do the same.
+    def _wait(
+        self, action: str, key: str, seconds: float, fix: str, grace: float = math.inf
+    ) -> int:
+        """Wait until a key has the number of this meeting, or its negative; return it.
+
+        grace: seconds after which it is enough that some rank does something else.
 
         It polls: store.wait cannot be interrupted, and warns when its time is over.
         """
         start = time.monotonic()
         gone_of, look = None, _LOOK_SECONDS
         who = f"rank {self.rank} of group {self.name!r} {action}"
-        while abs(verdict := self._verdict()) != self.number:
+        # One question, unlike get.
+        while abs(value := self._store.add(f"{key}/{self._turn}", 0)) != self.number:
             waited = time.monotonic() - start
             if waited > min(look, seconds):
-                gone_of, look = (
-                    gone_of or self._begin_to_watch(),
-                    waited + _LOOK_SECONDS,
-                )
+                look = waited + _LOOK_SECONDS
+                here = [x for x in self._positions() if x[0] == self.number]
+                if waited > grace and set(here) != {(self.number, action)}:
+                    return value
+                gone_of = gone_of or self._begin_to_watch()
                 gone = gone_of(self._missing())
                 missing = self._missing()  # one that has come since has done its part
                 texts = [f"rank {r} is gone: {gone[r]}" for r in missing if r in gone]
                 if texts:
-                    raise RankMismatchError(f"{who}, and {'; '.join(texts)}")
+                    raise RankMismatchError(
+                        f"{who}, and {'; '.join(texts)}; needed the same calls on "
+                        "every rank"
+                    )
                 if waited > seconds and missing:
                     raise RankMismatchError(
                         f"{who}, and after {seconds:g} s {self._late(missing, fix)}"
                     )
             # No more than an eighth too long; soon after a rank that is late.
             time.sleep(min(max(waited / 8, 2e-5), 0.01 if waited < 1 else 0.05))
-        return verdict > 0
+        return value
 
     def _missing(self) -> list[int]:
         numbers = enumerate(number for number, _ in self._positions())
@@ -187,42 +177,44 @@ class Meetings:
             f"{ranks[0]} {action}"
         )
 
-    def _differ(self, action: str, details: Callable[[], str]) -> list[str]:
-        """Raise RankMismatchError with what differs, alike on all ranks that come.
+    def _texts(self, action: str, text: str) -> list[str]:
+        """Return the texts of all ranks; raise if they do different things."""
+        store, number = self._store, self.number
+        store.set(f"text/{number}/{self.rank}", text)
+        first: dict[str, int] = {}
+        for rank, (at, what) in enumerate(self._positions()):
+            late = "" if at >= number else "is late, at last it "
+            first.setdefault(late + what, rank)
+        which = [f"rank {rank} {what}" for what, rank in first.items()]
+        alike = list(first) == [action]
+        decision = self._decide(_ONLY_TEXTS if alike else self._difference(which))
+        if decision != _ONLY_TEXTS:
+            raise RankMismatchError(decision)
+        keys = [f"text/{number}/{rank}" for rank in range(self.size)]
+        store.wait(keys, datetime.timedelta(seconds=_TEXT_SECONDS))
+        texts = [data.decode() for data in store.multi_get(keys)]
+        received, end = store.add(f"received/{number}", 1), time.monotonic()
+        while received < self.size and time.monotonic() < end + _RECEIVED_SECONDS:
+            time.sleep(0.001)
+            received = store.add(f"received/{number}", 0)
+        if received >= self.size:
+            store.delete_key(keys[self.rank])
+        return texts
 
-        Returns what all ranks have where they do the same, with other values.
+    def _decide(self, text: str) -> str:
+        """Return what all ranks say of this meeting: the text of the first of them.
+
+        Each sees the others a moment later than the one before.
         """
-        key = f"details/{self.number}"
-        self._store.set(f"{key}/{self.rank}", details())
-        positions = self._positions_of_all()
-        text = _ONLY_VALUES
-        if any(position != (self.number, action) for position in positions):
-            first: dict[str, int] = {}
-            for rank, (number, what) in enumerate(positions):
-                late = "" if number >= self.number else "is late, at last it "
-                first.setdefault(late + what, rank)
-            which = ", ".join(f"rank {rank} {what}" for what, rank in first.items())
-            text = (
-                f"the ranks of group {self.name!r} do different things: {which}; "
-                "needed the same calls, with the same shapes and settings, in the same "
-                "order on every rank (forward, backward and cp.explain)"
-            )
-        store = self._store
-        text = store.compare_set(f"failed/{self.number}", "", text).decode()
-        # The counters hold what did not fit together: later meetings use others.
-        self._store = dist.PrefixStore(f"after {self.number}", self._root)
-        if text != _ONLY_VALUES:
-            raise RankMismatchError(text)
-        keys = [f"{key}/{rank}" for rank in range(self.size)]
-        store.wait(keys, datetime.timedelta(seconds=GRACE_SECONDS))
-        return [data.decode() for data in store.multi_get(keys)]
+        return self._store.compare_set(f"decided/{self.number}", "", text).decode()
 
-    def _positions_of_all(self) -> list[tuple[int, str]]:
-        """Return what every rank does; ranks that are late get some time to come."""
-        deadline = time.monotonic() + GRACE_SECONDS / 4
-        while self._missing() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return self._positions()
+    def _difference(self, which: list[str]) -> str:
+        return (
+            f"the ranks of group {self.name!r} do different things: "
+            f"{', '.join(which)}; needed the same calls, with the same shapes and "
+            "settings, in the same order on every rank (forward, backward and "
+            "cp.explain)"
+        )
 
     def _positions(self) -> list[tuple[int, str]]:
         positions = []
@@ -233,19 +225,12 @@ class Meetings:
             positions.append((int(number or 0), action or "has done nothing yet"))
         return positions
 
+    def _be_at(self, action: str) -> None:
+        self._store.set(f"at/{self.rank}", f"{self.number} {action}")
+
     @property
     def _turn(self) -> int:
         return self.number % _TURNS
-
-    @staticmethod
-    def _text_key(number: int, rank: int) -> str:
-        return f"text/{number % _TURNS}/{rank}"
-
-    def _report(self, verdict: int) -> None:
-        self._store.set(f"verdict/{self._turn}", str(verdict))
-
-    def _verdict(self) -> int:
-        return self._store.add(f"verdict/{self._turn}", 0)  # one question, unlike get
 
     @contextlib.contextmanager
     def _store_answers(self, action: str) -> Iterator[None]:

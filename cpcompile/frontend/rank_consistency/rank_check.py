@@ -205,8 +205,7 @@ class RankCheck:
         """Meet before a call; if its values are due, compare them, too."""
         start = time.perf_counter()
         rows = [(n, numbers(digests)) for n, digests in calls.digests] if due else []
-        random = [RANDOM] * len(self._draws or ())
-        self._compare(action, [*random, *self._inputs, *self._states], rows, calls)
+        self._compare(action, rows, calls)
         if due:
             calls.digests.clear()
             calls.compared = calls.count
@@ -215,15 +214,14 @@ class RankCheck:
             self._look_at_rate(action, self._met)
 
     def _compare(
-        self,
-        action: str,
-        values: Sequence[Value],
-        rows: Sequence[tuple[int, list[int]]],
-        calls: _Calls,
+        self, action: str, rows: Sequence[tuple[int, list[int]]], calls: _Calls
     ) -> None:
         """Meet with digests of some calls; raise for the first in which one differs."""
-        mine = json.dumps(rows)
-        texts = self._meetings.meet(action, mine, lambda: mine)
+        texts = self._meetings.meet(action, json.dumps(rows))
+        if len(set(texts)) == 1:
+            return
+        random = [RANDOM] * len(self._draws or ())
+        values = [*random, *self._inputs, *self._states]
         for rank_rows in zip(*map(json.loads, texts), strict=True):
             text = differences(values, [digests for _, digests in rank_rows])
             if text:
@@ -244,9 +242,7 @@ class RankCheck:
         if len(met) == FIRST_CALLS:
             self._met = None
             answer = "quick" if is_quick(met) else ""
-            seconds = self._meetings.seconds
-            answers = self._meetings.exchange(action, answer, seconds)
-            self._is_quick = bool(answers[0])
+            self._is_quick = bool(self._meetings.meet(action, answer)[0])
 
     def _look_at_random(self, action: str, before: list[int]) -> None:
         """Find out whether a first call drew random numbers: the states differ then."""
@@ -256,7 +252,7 @@ class RankCheck:
         drawn = list(itertools.compress(before, changed))
         if drawn:
             doing = f"{action}, and draws random numbers"
-            self._compare(doing, [RANDOM] * len(drawn), [(1, drawn)], _Calls(0))
+            self._compare(doing, [(1, drawn)], _Calls(0))
 
 
 def rank_check(ctx: Context, frame: Frame, sharded: bool) -> Check:

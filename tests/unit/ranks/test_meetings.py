@@ -1,12 +1,12 @@
 """Ranks, here threads, that meet, or learn who does something else, is late or gone."""
 
-import json
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from textwrap import fill
+from unittest.mock import ANY
 
 import pytest
 import torch.distributed as dist
@@ -79,25 +79,30 @@ def test_a_difference_is_seen_before_all_have_come(together, monkeypatch):
     assert time.monotonic() - start < 9.0
 
 
-def test_who_exchanges_texts_learns_of_others_that_run(together):
-    def compiles(steps):
-        steps.exchange("compiles f", "a text", 60.0)
+@pytest.mark.parametrize("texts", [("a", "a", "a"), ("a", "", "a"), ("a", "b", "c")])
+def test_all_ranks_get_the_texts_of_all(together, texts):
+    """Also of one that only tells its own."""
 
-    texts = together(compiles, does("runs f"))
-    assert texts[0] == texts[1] and "rank 0 compiles f, rank 1 runs f" in texts[0]
+    def come(steps):
+        steps.meet("runs f", "same")
+        raise RankMismatchError(",".join(steps.meet("runs f", texts[steps.rank])))
+
+    def tell(steps):
+        steps.meet("runs f", "same")
+        steps.tell("runs f", "error")
+
+    assert together(come, come, come) == [",".join(texts)] * 3
+    assert together(come, tell, come) == [f"{texts[0]},error,{texts[2]}", "", ANY]
 
 
-def test_values_that_differ_are_handed_to_all(together):
-    def rank(value):
-        def run(steps):
-            steps.meet("runs f", "same", lambda: "never asked")
-            details = steps.meet("runs f", str(value), lambda: json.dumps(value))
-            raise RankMismatchError(", ".join(details))
+def test_texts_that_differ_wait_for_a_rank_that_is_late(together, monkeypatch):
+    monkeypatch.setattr(meetings, "GRACE_SECONDS", 0.1)
 
-        return run
+    def come(steps):
+        time.sleep(2.5 * (steps.rank == 2))  # longer than others would be waited for
+        raise RankMismatchError(",".join(steps.meet("runs f", f"{steps.rank}")))
 
-    assert together(rank(1), rank(1), rank(1)) == [""] * 3
-    assert together(rank(1), rank(2), rank(1)) == ["1, 2, 1"] * 3
+    assert together(come, come, come) == ["0,1,2"] * 3
 
 
 def test_after_a_difference_ranks_can_meet_again(together):
@@ -118,8 +123,7 @@ def test_the_store_does_not_grow():
     steps = Meetings(store, "g", 0, 1, 1.0, lambda: lambda missing: {})
     counts = []
     for n in range(60):
-        steps.meet(f"runs f, call {n}")
-        steps.exchange("compiles f", "a text", 1.0)
+        steps.meet(f"runs f, call {n}", "a text")
         counts.append(store.num_keys())
     assert counts[-1] == counts[20]
 
@@ -144,14 +148,9 @@ the same calls with the same shapes on every rank; at last rank 1 has done
 nothing yet""",
     )
     # One that comes too late hears that nobody waits.
-    ((first, second),) = talk(
-        lambda group: exchange(group, Message("late"), 20.0, "compiles forward"),
-        [1],
-        size=2,
-        name="late",
-    )
-    assert "after 0.2 s rank 1 does not" in first.error and first.final
-    assert second == Message("late")
+    (late,) = talk(messages, [1], size=2, name="late")
+    assert "rank 0 compiles forward, and has raised: rank 0 of group" in str(late)
+    assert "after 0.2 s rank 1 does not" in str(late)
 
 
 def test_a_rank_that_does_not_come_to_a_call(together):
@@ -173,7 +172,7 @@ def test_a_rank_that_is_gone_is_named_at_once(talk):
     assert time.monotonic() - start < 5
     assert str(error) == (
         "rank 0 of group 'gone' compiles forward, and rank 1 is gone: "
-        "its process 7 on this host has ended"
+        "its process 7 on this host has ended; needed the same calls on every rank"
     )
 
 
@@ -203,8 +202,8 @@ def test_an_interrupt_ends_a_wait_and_is_heard(request, talk, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         messages(Group(0, 2, "g"), 60.0)
     assert time.monotonic() - start < 5
-    received, _ = exchange(Group(1, 2, "g"), Message(), 5.0, "compiles forward")
-    assert received.error == "KeyboardInterrupt" and received.final
+    with pytest.raises(RankMismatchError, match="has raised: KeyboardInterrupt"):
+        messages(Group(1, 2, "g"), 5.0)
 
 
 def _hold_store(connection):
