@@ -116,14 +116,14 @@ class Meetings:
         mark = zlib.crc32(f"{action} {text}".encode()) >> 1
         total = self._store.add(f"count/{self._turn}", (mark << 16) + 1)
         came, marks = total & 0xFFFF, total >> 16
-        if marks != came * mark:
+        alike: bool = marks == came * mark
+        if not alike:
             self._store.set(f"verdict/{self._turn}", str(-self.number))
         if came == self.size:
             self._store.set(f"count/{self._turn}", "0")
-            self._store.set(f"all/{self._turn}", str(self.number))
-            if marks == came * mark:
-                self._store.set(f"verdict/{self._turn}", str(self.number))
-        return marks == came * mark
+            key = "verdict" if alike else "all"
+            self._store.set(f"{key}/{self._turn}", str(self.number))
+        return alike
 
     def _wait(
         self, action: str, key: str, seconds: float, fix: str, grace: float = math.inf
