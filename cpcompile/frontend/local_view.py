@@ -145,6 +145,7 @@ class LocalView:
                 self._other = x.device_mesh
                 kwargs = kwargs | {"fullgraph": True}  # see stand_ins.py
                 break
+        lookup_backend("cp")  # loads what it changes in torch, before Dynamo traces
         return torch.compile(self._forward, backend=local_cp, **kwargs)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch leaves it untyped
