@@ -24,6 +24,7 @@ from cpcompile.options import Options, parse_options
 from cpcompile.passes.model.sharding.program_outputs import keep_named
 from cpcompile.progress import compiling
 from cpcompile.ranks import heartbeat
+from cpcompile.settings import setting
 from cpcompile.torch_patches import (
     causal_detection,
     dead_collectives,
@@ -74,6 +75,7 @@ def cp(
     *,
     options: dict[str, Any] | None = None,
     mode: str | None = None,
+    **internal: bool,
 ) -> CompiledCallable:
     """Compile one Dynamo graph for context parallelism.
 
@@ -81,7 +83,8 @@ def cp(
         gm: the graph, of the whole sequence.
         example_inputs: its inputs, fake or real.
         options: see `cpcompile.options.Options`.
-        mode: of `torch.compile(mode=...)`; the same as the option.
+        mode: of `torch.compile(mode=...)`.
+        internal: see `cpcompile.options.parse_options`.
 
     Raises: OptionError, InputError, RankMismatchError; RewriteError if strict.
     """
@@ -100,8 +103,8 @@ def cp(
             if whole_ddp_graphs.is_piece(gm):
                 _refuse_piece(frame, parsed := parse_options(options, mode))
                 return compile_inner(gm, list(example_inputs), parsed)
-            request = agreed_request(gm.graph, options, frame, mode)
-            named = request.outputs
+            request = agreed_request(gm.graph, options, frame, mode, **internal)
+            named = setting("outputs")
             spread = keep_named(gm, named) if named is not None else None
             if isinstance(request, Options):  # nothing is sharded
                 compiled = with_large_stack(

@@ -9,6 +9,7 @@ was compiled, which is in its first call.
 """
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 # It reads the module that calls it; seen in 2.13.
@@ -64,12 +65,32 @@ check_overlap: bool = False
 # later: no computation hides the last one, nor the first one of sharded parameters.
 gradient_bucket_megabytes: float | Auto = "auto"
 
-# What the values of one tile may take at a time, where options["tile"] is "auto".
+# What the values of one tile may take at a time, where options["tile"] is None.
 # "auto" is 64 MiB on a CPU, and 1/128 of its memory on an accelerator.
 tile_megabytes: float | Auto = "auto"
 
 # A region runs in tiles if one of its values is at least this large on a rank.
 tile_least_megabytes: float = 16.0
+
+# Sharded results of plain inputs of up to so many megabytes become full plain tensors;
+# larger ones are DTensors. "auto" is 256 MiB, and no limit where a graph break follows;
+# 0: no result becomes plain; math.inf: all do.
+gather_outputs_megabytes: float | Auto = "auto"
+
+# Names of the results that are needed, as the model calls them; the others are None,
+# and nothing is computed for them alone. "auto": all of them.
+outputs: Sequence[str] | Auto = "auto"
+
+# Blocks that repeat, as the layers of a model, become one function for Inductor, which
+# compiles it once; False compiles each by itself.
+fold_repeated_blocks: bool = True
+
+# A mode of Inductor, such as "max-autotune": torch.compile(mode=...) takes no options
+# beside it.
+inductor_mode: str | None = "auto"
+
+# What is saved for the backward waits in the memory of the host; for accelerators.
+offload_activations: bool = False
 
 # A mask that cannot be read as a function of positions is computed in whole on every
 # rank while it takes at most this share of what a rank holds of q, k, v and the result

@@ -6,8 +6,6 @@ raised: <class name>: <message>`, so a class name reads as the subject of a sent
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class CPError(Exception):
     """An error of cpcompile; every class below is one."""
@@ -86,23 +84,3 @@ class RecompileLimitError(CPError, RuntimeError):
 
 class RingOverlapError(CPError, RuntimeError):
     """A message of a ring is waited for before a step has hidden it."""
-
-
-_FORMER_NAMES = {
-    "OptionRejected": "OptionError",
-    "InputRejected": "InputError",
-    "RanksDisagree": "RankMismatchError",
-    "RankFailed": "RankFailedError",
-    "CannotRewrite": "RewriteError",
-    "DropoutUnsupported": "DropoutError",
-    "BufferChanged": "BufferChangedError",
-    "RingNotOverlapped": "RingOverlapError",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Say the new name of an error that is asked for by a former one."""
-    if name in _FORMER_NAMES:
-        new = _FORMER_NAMES[name]
-        raise ImportError(f"cpcompile.errors.{name} is {new} now: needed that name")
-    raise AttributeError(f"module 'cpcompile.errors' has no attribute {name!r}")

@@ -78,6 +78,14 @@ def setting_names() -> list[str]:
     return list(_RULES)
 
 
+def _is_names(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(name, str) for name in value)
+    )
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
@@ -97,6 +105,11 @@ _RULES = {
         '"auto", "first", or a number of calls up to 10000, 0 for never',
     ),
     "eager_strategy": one_of(*(s.value for s in EAGER_STRATEGIES), automatic=False),
+    "fold_repeated_blocks": BOOL,
+    "gather_outputs_megabytes": SettingRule(
+        lambda v: type(v) in (int, float) and v >= 0,
+        '"auto" or a number of megabytes, 0 for none, math.inf for all',
+    ),
     "gradient_bucket_megabytes": SettingRule(
         lambda v: _is_number(v) and v >= 0,
         '"auto" or a number of megabytes, 0 for none',
@@ -104,7 +117,10 @@ _RULES = {
     "hardware": SettingRule(
         is_text, '"auto", the name of a profile, or the path of a .json file'
     ),
+    "inductor_mode": SettingRule(is_text, '"auto" or the name of a mode of Inductor'),
     "memory_budget": SettingRule(is_positive, '"auto" or a positive number of bytes'),
+    "offload_activations": BOOL,
+    "outputs": SettingRule(_is_names, '"auto" or a list of names of results'),
     "profile": SettingRule(is_text, "None or a path"),
     "step_kernel": one_of("triton", "aten_flash", "aten_math"),
     "tie_fraction": _NOT_NEGATIVE,

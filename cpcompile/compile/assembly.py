@@ -25,7 +25,7 @@ from cpcompile.frontend.request import inner_for
 from cpcompile.frontend.symbolic_sizes import example_of
 from cpcompile.ops.comm.communication import span
 from cpcompile.ops.dtensor.local_part import owned
-from cpcompile.options import SHAPES, Options
+from cpcompile.options import Options
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.graph_pass import PassRun
 from cpcompile.passes.joint.saving.save_by_budget import saving_of, warn_of_budget
@@ -68,7 +68,7 @@ def assemble(
     parameters = [i for i, (node, _) in enumerate(inputs) if is_parameter(node)]
     tiling = tiling_of(options, mesh.device_type, parameters)
     saving = saving_of(options, mesh.device_type, frame.name, ctx.all_gather_text)
-    folding = folding_of(options, mesh.get_group(ctx.axis), f"compiles {frame.name}")
+    folding = folding_of(mesh.get_group(ctx.axis), f"compiles {frame.name}")
     accounting = Accounting(input_names(ctx, frame))
     how = Compilation(inner, mesh.device_type, tiling, saving, folding, accounting)
     # What torch itself cannot trace, as a result of unknown size, reaches Dynamo as it
@@ -109,7 +109,7 @@ def assemble(
             result if placement is None else placement.wrap(result, mesh)
             for result, placement in zip(owned(results, args), outputs, strict=True)
         ]
-        for later in ctx.findings.later_results if options.inner != SHAPES else ():
+        for later in ctx.findings.later_results if options.computes else ():
             placement, i = outputs[later.number], later.number
             assert placement is not None, f"{later.name} is a DTensor outside"
             wrapped[i] = later.run(wrapped[i], args, placement)

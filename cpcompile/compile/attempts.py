@@ -40,13 +40,11 @@ from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from cpcompile.passes.model.sharding.program_outputs import gather_limit
 from cpcompile.passes.pipeline import MODEL, run_passes
 from cpcompile.ranks.agreement import (
-    COMPILE_TIMEOUT_SECONDS,
     Attempt,
     all_gather_text,
     attempt,
     check_agreement,
 )
-from cpcompile.ranks.text_exchange import Message, exchange
 from cpcompile.settings import setting
 from cpcompile.torch_patches import symbolic_tracing
 
@@ -188,7 +186,7 @@ class Attempts:
         ctx.findings.fallback_calls.update(fallback_calls)
         return self._sharded(module, ctx)
 
-    def _unsharded(self) -> tuple[CompiledCallable, dict[str, str], str]:
+    def _unsharded(self) -> tuple[CompiledCallable, dict[str, str]]:
         gm = self.untouched
         ctx = self._context(gm)
         find_attention(gm.graph, ctx)
@@ -198,8 +196,7 @@ class Attempts:
         ]
         gather_graph(gm.graph, ctx)
         gm.recompile()
-        compiled = self._assembled(gm, ctx, self.example_inputs, ())
-        return (*compiled, "")
+        return self._assembled(gm, ctx, self.example_inputs, ())
 
     def _sharded(
         self,
@@ -251,7 +248,7 @@ class Attempts:
             tie_fraction=setting("tie_fraction"),
             whole_mask_share=setting("whole_mask_share"),
             strict=options.strict,
-            gather_limit=gather_limit(module, options.gather_outputs),
+            gather_limit=gather_limit(module, setting("gather_outputs_megabytes")),
             later_bytes=least_in_tiles(options),
             keeps_layout=options.local_view,
             backward=torch.is_grad_enabled() or enables_gradients(module.graph),
@@ -282,7 +279,7 @@ def _attempt_with_fallbacks(
     gathered: dict[str, str] = {}
     for _ in range(_MAX_RETRIES):
         to_gather = dict(gathered)
-        tried = attempt(group, lambda: (*make(to_gather), ""), final, doing)  # noqa: B023
+        tried = attempt(group, lambda: make(to_gather), final, doing)  # noqa: B023
         if tried.problem is None:
             return tried
         new_calls = _of_all_ranks(group, tried.problem, doing)
@@ -298,6 +295,5 @@ def _of_all_ranks(
     mine = {}
     if isinstance(problem, TraceError):
         mine = {problem.call: problem.reason}
-    message = Message(json.dumps(mine))
-    messages = exchange(group, message, COMPILE_TIMEOUT_SECONDS, doing)
-    return {k: v for message in messages for k, v in json.loads(message.text).items()}
+    texts = all_gather_text(group, json.dumps(mine), doing)
+    return {k: v for text in texts for k, v in json.loads(text).items()}

@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from cpcompile.accounting.read import Accounting
 from cpcompile.compile.no_computation import returns_zeros
-from cpcompile.options import SHAPES, Options
+from cpcompile.options import Options
 from cpcompile.passes.joint.saving.save_by_budget import SavingBudget, save_by_budget
 from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.passes.local.folding.folding_options import Folding
@@ -65,9 +65,8 @@ def compile_inner(
         # The backward is compiled here and now, under these settings, not when it runs.
         functorch_config.patch(settings),
     ):
-        if options.inner in ("aot_eager", SHAPES):
-            runs = options.inner != SHAPES
-            return _aot_eager(gm, inputs, tiling, accounting.read, runs)
+        if options.inner == "aot_eager":
+            return _aot_eager(gm, inputs, tiling, accounting.read, options.computes)
         from cpcompile.compile.compile_local import (
             compile_local,  # Inductor is slow to import
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx as fx
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cpcompile.errors import InputError
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part, no_view
-from cpcompile.options import LOCAL_VIEW, parse_options
+from cpcompile.options import parse_options
 from cpcompile.ranks.joint_mesh import joint_mesh
 from cpcompile.ranks.layout_marks import mark
 from cpcompile.ranks.local_batches import sequence_of
@@ -26,6 +27,7 @@ from cpcompile.ranks.shardings import check_dim
 from cpcompile.ranks.stand_ins import stand_in
 from cpcompile.torch_patches.in_flight import arrived
 from cpcompile.torch_private import pytree
+from cpcompile.torch_private.dynamo import lookup_backend
 
 
 class ContextParallel(ParallelStyle):
@@ -64,7 +66,7 @@ class ContextParallel(ParallelStyle):
                 "from the mesh and from `shard`; leave them away"
             )
         self._shard = None if shard is None else dict(shard)
-        self._options = dict(options or {}) | {LOCAL_VIEW: True}
+        self._options = dict(options or {})
         parse_options(self._options)
         self._compile_kwargs = compile_kwargs
 
@@ -103,6 +105,15 @@ class ContextParallel(ParallelStyle):
         return self._shard
 
 
+def local_cp(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compile as backend "cp" a graph of tensors in the local view."""
+    backend: Callable[..., Any] = lookup_backend("cp")
+    return backend(gm, inputs, local_view=True, **kwargs)
+
+
+local_cp.__name__ = "cp"  # by which Dynamo and its errors call it
+
+
 class LocalView:
     """The forward of a module for local tokens, compiled in its first call.
 
@@ -134,7 +145,8 @@ class LocalView:
                 self._other = x.device_mesh
                 kwargs = kwargs | {"fullgraph": True}  # see stand_ins.py
                 break
-        return torch.compile(self._forward, backend="cp", **kwargs)
+        lookup_backend("cp")  # loads what it changes in torch, before Dynamo traces
+        return torch.compile(self._forward, backend=local_cp, **kwargs)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -33,9 +33,7 @@ from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import has_tensors, make_objects
 from cpcompile.passes.placement.gathered_parameters import read_local_parts
 from cpcompile.ranks.agreement import check_agreement, report_failure
-from cpcompile.ranks.rendezvous import rendezvous_of
 from cpcompile.ranks.shardings import check_process_group, factors
-from cpcompile.ranks.text_exchange import is_alone
 from cpcompile.torch_patches import tracing
 from cpcompile.torch_private.dynamo import RestartAnalysis
 
@@ -74,26 +72,24 @@ class Request:
         """The ranks that compile the graph together."""
         return self.mesh.get_group(self.axis)
 
-    @property
-    def outputs(self) -> Sequence[str] | None:
-        """Names of the results that are needed, or None for all of them."""
-        return self.options.outputs
-
 
 def agreed_request(
     graph: fx.Graph,
     options: Mapping[str, Any] | None,
     frame: Frame,
     mode: str | None = None,
+    **internal: bool,
 ) -> Options | Request:
     """Return the request; only the options where nothing of the graph is sharded.
+
+    internal: see `parse_options`.
 
     Raises: OptionError, InputError; RankMismatchError, also where another rank raises
     one of these two.
     """
     doing = f"compiles {frame.name}"
     try:
-        parsed = parse_options(options, mode)
+        parsed = parse_options(options, mode, **internal)
         check_process_group()
         read_stand_ins(graph)
         mesh_axis = find_mesh(graph, parsed, frame)
@@ -121,19 +117,11 @@ def agreed_request(
     except Exception as error:  # whatever it is, the others wait for this rank
         group = _group(graph, options, frame)
         if group is not None:
-            _announce(group, doing)
             report_failure(group, error, doing)
         raise
-    _announce(mesh.get_group(axis), doing)
     check_agreement(mesh.get_group(axis), description, doing)
     profile = agreed_profile(mesh, axis)
     return Request(parsed, frame, mesh, axis, named, length, rows, degrees, profile)
-
-
-def _announce(group: ProcessGroup, doing: str) -> None:
-    """Announce the compilation, so that ranks that run a program do not wait for it."""
-    if not is_alone(group):
-        rendezvous_of(group).announce(doing)
 
 
 def _group(graph: fx.Graph, options: Any, frame: Frame) -> ProcessGroup | None:

@@ -8,16 +8,15 @@ rank does: all of them go on with the next attempt, or all raise.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Generic, TypeVar
 
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import RankFailedError, RankMismatchError
-from cpcompile.ranks.text_exchange import Message, exchange, is_alone, send
+from cpcompile.ranks.meetings import is_alone, meetings_of
 from cpcompile.settings import setting
 from cpcompile.torch_private.dynamo import RestartAnalysis, TensorifyState
 
@@ -43,15 +42,29 @@ _FIXES = {
 
 
 @dataclass(frozen=True)
-class Attempt(Generic[T]):
-    """The outcome of an attempt of all ranks; no rank uses one with a `problem`.
+class Message:
+    """The message of one rank: `text`, or an error that keeps it from going on.
 
-    alike: whether the remarks of all ranks were the same.
+    final: whether no other way of compilation fixes the error.
+    again: whether the error has Dynamo trace again.
     """
+
+    text: str = ""
+    error: str | None = None
+    final: bool = False
+    again: bool = False
+
+    def encoded(self) -> str:
+        """Return the message as it goes through the store."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """The outcome of an attempt of all ranks; no rank uses one with a `problem`."""
 
     made: T | None = None
     problem: Exception | None = None
-    alike: bool = True
 
 
 def check_agreement(
@@ -65,12 +78,13 @@ def check_agreement(
     """
     seconds = setting("agreement_timeout_seconds")
     fix = " (or a larger cpcompile.config.agreement_timeout_seconds)"
-    _compare(group, description, "", seconds, doing, fix)
+    texts = all_gather_text(group, json.dumps(description), doing, seconds, fix)
+    _raise_if_they_differ(group, texts)
 
 
 def attempt(
     group: ProcessGroup,
-    make: Callable[[], tuple[T, dict[str, str], str]],
+    make: Callable[[], tuple[T, dict[str, str]]],
     final: tuple[type[Exception], ...],
     doing: str,
 ) -> Attempt[T]:
@@ -79,8 +93,8 @@ def attempt(
     All ranks of the group call it.
 
     Args:
-        make: returns what it made, what must be the same on every rank, item by item,
-            and a remark that may differ.
+        make: returns what it made, and what must be the same on every rank, item by
+            item.
         final: errors of `make` that no other attempt fixes.
         doing: what the rank does, for errors of others: "compiles forward".
 
@@ -106,58 +120,68 @@ def attempt(
 
 def _attempt(
     group: ProcessGroup,
-    make: Callable[[], tuple[T, dict[str, str], str]],
+    make: Callable[[], tuple[T, dict[str, str]]],
     final: tuple[type[Exception], ...],
     doing: str,
 ) -> Attempt[T]:
-    seconds = COMPILE_TIMEOUT_SECONDS
+    made: T | None = None
+    error: Exception | None = None
     try:
-        value, items, remark = make()
-    except RankFailedError as error:  # received in an exchange inside of `make`
-        if error.final:
+        made, items = make()
+        message = Message(json.dumps(items))
+    except RankFailedError as failed:  # received in an exchange inside of `make`
+        if failed.final:
             raise
-        return Attempt(problem=error)
+        return Attempt(problem=failed)
     except RankMismatchError:  # so do all ranks
         raise
-    except Exception as error:  # the others wait to receive it; it is handed back
-        again = isinstance(error, RestartAnalysis)
-        is_final = isinstance(error, final) and not again
-        message = Message(error=_text(error), final=is_final, again=again)
-        messages = exchange(group, message, seconds, doing)
-        if is_final or all(rank_word.again for rank_word in messages):
-            raise
-        failed = _failed(group, messages, doing)
-        if failed is not None and failed.final:
-            raise failed from error
-        if again:  # not alone
-            error = failed or RankMismatchError(
-                f"rank {group.rank()} of group {group.group_name!r} {doing}, and has "
-                f"to trace it again ({message.error}), which other ranks do not"
-            )
-        return Attempt(problem=error)
-    except BaseException as error:  # the user interrupts; nobody has to wait for that
-        send(group, Message(error=_text(error), final=True), doing)
+    except Exception as raised:  # the others wait to receive it; it is handed back
+        error, again = raised, isinstance(raised, RestartAnalysis)
+        is_final = isinstance(raised, final) and not again
+        message = Message(error=_text(raised), final=is_final, again=again)
+    except BaseException as interrupt:  # nobody has to wait for the user's interrupt
+        report_failure(group, interrupt, doing)
         raise
-    try:
-        alike = _compare(group, items, remark, seconds, doing)
-    except RankFailedError as error:
-        if error.final:
-            raise
-        return Attempt(problem=error)
-    return Attempt(value, alike=alike)
+    messages = exchange(group, message, COMPILE_TIMEOUT_SECONDS, doing)
+    if error is not None and (message.final or all(m.again for m in messages)):
+        raise error
+    failed_rank = _failed(group, messages, doing)
+    if failed_rank is not None and failed_rank.final:
+        raise failed_rank from error
+    if message.again:  # not alone
+        error = failed_rank or RankMismatchError(
+            f"rank {group.rank()} of group {group.group_name!r} {doing}, and has "
+            f"to trace it again ({message.error}), which other ranks do not"
+        )
+    if error is not None or failed_rank is not None:
+        return Attempt(problem=error or failed_rank)
+    _raise_if_they_differ(group, [m.text for m in messages])
+    return Attempt(made)
 
 
-def all_gather_text(group: ProcessGroup, text: str, doing: str) -> list[str]:
+def all_gather_text(
+    group: ProcessGroup,
+    text: str,
+    doing: str,
+    seconds: float = COMPILE_TIMEOUT_SECONDS,
+    fix: str = "",
+) -> list[str]:
     """Return the texts of all ranks, in rank order; all ranks of the group call it.
 
     Raises: RankFailedError if one of them cannot go on.
     """
-    return _gather_texts(group, Message(text), COMPILE_TIMEOUT_SECONDS, doing)
+    messages = exchange(group, Message(text), seconds, doing, fix)
+    failed = _failed(group, messages, doing)
+    if failed is not None:
+        raise failed
+    return [rank_message.text for rank_message in messages]
 
 
-def report_failure(group: ProcessGroup, error: Exception, doing: str) -> None:
+def report_failure(group: ProcessGroup, error: BaseException, doing: str) -> None:
     """Tell the ranks that wait for this one that it raises instead of compiling."""
-    send(group, Message(error=_text(error), final=True), doing)
+    if not is_alone(group):
+        message = Message(error=_text(error), final=True)
+        meetings_of(group).tell(doing, message.encoded())
 
 
 def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) -> str:
@@ -167,14 +191,12 @@ def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) ->
 
     Raises: what `make` raises; on the other ranks RankFailedError with its text.
     """
-    if is_alone(group):
-        return make()
     try:
-        message = Message(make() if group.rank() == 0 else "")
+        text = make() if group.rank() == 0 or is_alone(group) else ""
     except Exception as error:  # whatever it is, the other ranks wait to receive it
         report_failure(group, error, doing)
         raise
-    return _gather_texts(group, message, COMPILE_TIMEOUT_SECONDS, doing)[0]
+    return all_gather_text(group, text, doing)[0]
 
 
 def all_equal(group: ProcessGroup, text: str, doing: str) -> bool:
@@ -185,39 +207,30 @@ def all_equal(group: ProcessGroup, text: str, doing: str) -> bool:
     return set(all_gather_text(group, text, doing)) == {text}
 
 
-def _compare(
-    group: ProcessGroup,
-    items: dict[str, str],
-    remark: str,
-    seconds: float,
-    doing: str,
-    fix: str = "",
-) -> bool:
-    """Tell whether all remarks are the same; raise RankMismatchError if an item is not.
-
-    Descriptions are long, so their digests are compared first.
-    """
-    text = json.dumps(items)
-    mine = json.dumps([hashlib.sha256(text.encode()).hexdigest(), remark])
-    messages = _gather_texts(group, Message(mine), seconds, doing, fix)
-    digests, remarks = zip(*map(json.loads, messages), strict=True)
-    if len(set(digests)) > 1:
-        texts = _gather_texts(group, Message(text), seconds, doing)
-        raise RankMismatchError(
-            _differences_text(group, [json.loads(x) for x in texts])
-        )
-    return len(set(remarks)) == 1
-
-
-def _gather_texts(
+def exchange(
     group: ProcessGroup, message: Message, seconds: float, doing: str, fix: str = ""
-) -> list[str]:
-    """Return the texts of all ranks; raise RankFailedError if one had an error."""
-    messages = exchange(group, message, seconds, doing, fix)
-    failed = _failed(group, messages, doing)
-    if failed is not None:
-        raise failed
-    return [rank_word.text for rank_word in messages]
+) -> list[Message]:
+    """Return the messages of all ranks, in rank order; all ranks of the group call it.
+
+    Args:
+        message: that of this rank.
+        seconds: how long this rank waits for ranks that run.
+        doing: what it waits for, for the error: "compiles forward".
+        fix: what else helps if it has waited in vain, for the error.
+
+    Raises: RankMismatchError that names the ranks that are gone, or that do not come in
+    time, or do something else, or says that the store is gone.
+    """
+    if is_alone(group):
+        return [message]
+    texts = meetings_of(group).meet(doing, message.encoded(), seconds, fix)
+    return [Message(**json.loads(text)) for text in texts]
+
+
+def _raise_if_they_differ(group: ProcessGroup, texts: list[str]) -> None:
+    """Raise RankMismatchError unless the items of all ranks are the same."""
+    if len(set(texts)) > 1:
+        raise RankMismatchError(_differences_text(group, list(map(json.loads, texts))))
 
 
 def _failed(

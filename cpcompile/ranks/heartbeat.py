@@ -20,7 +20,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,6 +32,9 @@ BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60.0
 
 _PREFIX = "cpcompile/heartbeat"
+
+# Tells which of some ranks of a group have ended, and how.
+Gone = Callable[[list[int]], dict[int, str]]
 
 # The default group whose store this rank has written to, and what ends its thread.
 _world: weakref.ref[ProcessGroup] | None = None
@@ -56,71 +59,56 @@ def announce() -> None:
         store.set(key, f"{here} 0")
     except dist.DistError:  # the store has ended; who needs it will say so
         return
-    beat = threading.Thread(
-        target=_beat,
-        args=(store, key, here, _world, _stop),
-        name="cpcompile heartbeat",
-        daemon=True,
-    )
-    beat.start()
-    atexit.register(_end, beat, _stop)  # before the interpreter ends under the thread
+    stop, world_now = _stop, _world
+
+    def beat() -> None:
+        number = 0
+        while not stop.wait(BEAT_SECONDS):
+            if not dist.is_initialized() or dist.group.WORLD is not world_now():
+                return
+            number += 1
+            try:
+                store.set(key, f"{here} {number}")
+            except dist.DistError:  # the store has ended; who needs it will say so
+                return
+
+    def end() -> None:
+        stop.set()
+        thread.join(1.0)
+
+    thread = threading.Thread(target=beat, name="cpcompile heartbeat", daemon=True)
+    thread.start()
+    atexit.register(end)  # before the interpreter ends under the thread
 
 
-def _beat(
-    store: dist.Store,
-    key: str,
-    here: str,
-    world: weakref.ref[ProcessGroup],
-    stop: threading.Event,
-) -> None:
-    number = 0
-    while not stop.wait(BEAT_SECONDS):
-        if not dist.is_initialized() or dist.group.WORLD is not world():
-            return
-        number += 1
-        try:
-            store.set(key, f"{here} {number}")
-        except dist.DistError:  # the store has ended; who needs it will say so
-            return
+def watch(group: ProcessGroup) -> Gone:
+    """Return what tells which of some ranks of the group do not run, and why."""
+    store = dist.PrefixStore(_PREFIX, get_default_store())
+    last: dict[int, tuple[str, float]] = {}  # sign of life, and when it came
 
-
-def _end(beat: threading.Thread, stop: threading.Event) -> None:
-    stop.set()
-    beat.join(1.0)
-
-
-class Watch:
-    """One rank's view of the other ranks of a group while it waits for them."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._store = dist.PrefixStore(_PREFIX, get_default_store())
-        self._last: dict[int, tuple[str, float]] = {}  # sign of life, and when it came
-
-    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return those of `ranks`, numbers in the group, that do not run, and why."""
+    def gone(ranks: Iterable[int]) -> dict[int, str]:
         reasons = {}
         for rank in ranks:
-            key = str(dist.get_global_rank(self._group, rank))
-            if self._store.check([key]):
-                why = self._why_gone(rank, self._store.get(key).decode())
-                if why is not None:
-                    reasons[rank] = why
-        return reasons
+            key, now = str(dist.get_global_rank(group, rank)), time.monotonic()
+            if not store.check([key]):
+                continue
+            sign = store.get(key).decode()
+            if last.setdefault(rank, (sign, now))[0] != sign:
+                last[rank] = (sign, now)
+            reasons[rank] = _why_gone(sign, now - last[rank][1])
+        return {rank: why for rank, why in reasons.items() if why}
 
-    def _why_gone(self, rank: int, sign: str) -> str | None:
-        host, process, started, _ = sign.split(" ")
-        if host == _host() and host:
-            if _started(int(process)) == started:
-                return None
-            return f"its process {process} on this host has ended"
-        now = time.monotonic()
-        last, came = self._last.setdefault(rank, (sign, now))
-        if last != sign:
-            self._last[rank] = (sign, now)
-        elif now - came > SILENT_SECONDS:
-            return f"it gave no sign of life for {SILENT_SECONDS:g} s"
-        return None
+    return gone
+
+
+def _why_gone(sign: str, silent: float) -> str:
+    """Return why a rank does not run whose sign of life is so many seconds old."""
+    host, process, started, _ = sign.split(" ")
+    if host == _host() and host:
+        runs = _started(int(process)) == started
+        return "" if runs else f"its process {process} on this host has ended"
+    silence = f"it gave no sign of life for {SILENT_SECONDS:g} s"
+    return silence if silent > SILENT_SECONDS else ""
 
 
 def _here() -> str:

@@ -106,21 +106,23 @@ def _attempt(
 ) -> tuple[T | None, str]:
     """Run one way; return what it makes, or why that is nothing."""
 
-    def make() -> tuple[T, dict[str, str], str]:
+    doing = f"compiles {name}"
+
+    def make() -> tuple[T, dict[str, str]]:
         with _length_stays_symbolic():
             program, items, sizes = way()
         if any(is_fixed(n, group.size()) for n in sizes):
             raise LengthNotSymbolic("the guards leave no other")
         guards = "; ".join(map(guards_on, sizes))
         log.debug("%s: guards on the sequence length: %s", name, guards)
-        return program, items, guards
+        if not agreement.all_equal(group, guards, doing):
+            raise LengthNotSymbolic("the ranks need different guards on it")
+        return program, items
 
-    tried = agreement.attempt(group, make, not_handled, f"compiles {name}")
+    tried = agreement.attempt(group, make, not_handled, doing)
     if tried.problem is not None:  # torch raises whatever it raises
         text = str(tried.problem).strip() or type(tried.problem).__name__
         return None, text.splitlines()[0][:200]
-    if not tried.alike:
-        return None, "the ranks need different guards on it"
     return tried.made, ""
 
 

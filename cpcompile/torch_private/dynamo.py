@@ -3,6 +3,9 @@
 # Whether a backward is compiled, too; seen in 2.13 and 2.15.
 from torch._dynamo import compiled_autograd
 
+# The backend that is registered by a name; seen in 2.13.
+from torch._dynamo.backends.registry import lookup_backend
+
 # Dynamo's way to begin anew, also with numbers for floats; seen in 2.13 and 2.15.
 from torch._dynamo.exc import RestartAnalysis, TensorifyScalarRestartAnalysis
 
@@ -36,6 +39,7 @@ __all__ = [
     "compilation_time_metrics",
     "compiled_autograd",
     "counters",
+    "lookup_backend",
     "trace_structured",
     "triton_kernel_wrapper_mutation",
 ]

@@ -20,6 +20,7 @@ from tests.cpu.attention_cases import sequence_mesh
 from tests.models.families.small_gpt import SmallGPT
 from tests.models.torchvision_schemas import define_schemas
 from tests.support.bounds import check, deviation, largest
+from tests.support.settings import split
 
 define_schemas()  # before models of transformers are imported
 transformers.logging.set_verbosity_error()
@@ -104,8 +105,12 @@ def whole(x: Tensor) -> Tensor:
 
 
 def run_model(name: str, seq: int, world: int, door: str, options: dict) -> dict:
-    """One training step on every rank; gathered results and what was compiled."""
+    """One training step on every rank; gathered results and what was compiled.
+
+    options: and settings.
+    """
     torch._dynamo.reset()
+    options, settings = split(options)
     mesh = sequence_mesh(world)
     model, inputs = build(name, seq)
     if door == "plain":
@@ -117,7 +122,7 @@ def run_model(name: str, seq: int, world: int, door: str, options: dict) -> dict
             model = distribute_module(model, mesh)
             tie_again(model, tied)
     step = torch.compile(model, backend="cp", options=options)
-    with recording() as reports:
+    with settings, recording() as reports:
         loss, logits = loss_and_logits(step(**inputs))
     loss.backward()
     kinds = {type(p.grad).__name__ for p in model.parameters()}

@@ -70,7 +70,7 @@ def _setting(r: Random, wishes: Wishes) -> Setting:
         layout=r.choice(layouts),
         unroll=r.choice(["auto", "auto", 0, 8]),
         strict=r.random() < 0.6,
-        gather_outputs=r.random() < 0.85,
+        gather_outputs_megabytes="auto" if r.random() < 0.85 else 0,
         dynamic=True if len(lengths) > 1 and r.random() < 0.3 else None,
     )
 

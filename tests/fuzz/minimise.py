@@ -80,7 +80,7 @@ def _simpler_setting(program: Program) -> Iterator[Program]:
     setting, plain = program.setting, Setting()
     names = [
         "lengths", "growth", "dynamic", "mode", "inner", "door", "layout", "strategy",
-        "unroll", "gather_outputs", "strict", "batch", "heads",
+        "unroll", "gather_outputs_megabytes", "strict", "batch", "heads",
     ]  # fmt: skip
     for name in names:
         value = getattr(plain, name)

@@ -114,7 +114,7 @@ def run_on_rank(source: str, world: int, accounts: bool = False) -> RankRun:
     try:
         with (
             cp.config.patch(hardware="cpu", agreement_timeout_seconds=60.0),
-            cp.config.patch(unroll=program.UNROLL),
+            cp.config.patch(program.SETTINGS),
             recording() as reports,
         ):
             got = steps(program, compiled, model, _door(program, mesh))
@@ -123,7 +123,8 @@ def run_on_rank(source: str, world: int, accounts: bool = False) -> RankRun:
     found = distances(got, exact)
     calls = [call for report in reports for call in report.calls]
     wrong = beyond(found, moved, str(program.DTYPE).removeprefix("torch."))
-    gathers_outside = program.DOOR == "dtensor" or not options["gather_outputs"]
+    gathered = program.SETTINGS["gather_outputs_megabytes"] != 0
+    gathers_outside = program.DOOR == "dtensor" or not gathered
     if accounts and not gathers_outside:
         wrong = [*wrong, *miscounted(lambda: steps(program, compiled, model), world)]
     return RankRun(

@@ -69,12 +69,17 @@ class Setting:
     layout: str = "auto"
     unroll: int | str = "auto"
     strict: bool = True
-    gather_outputs: bool = True
+    gather_outputs_megabytes: float | str = "auto"
     dynamic: bool | None = None
 
     def options(self) -> dict[str, object]:
         """Options of the backend, but for mesh and shard."""
-        names = ("strategy", "layout", "strict", "gather_outputs", "inner")
+        names = ("strategy", "layout", "strict", "inner")
+        return {name: getattr(self, name) for name in names}
+
+    def settings(self) -> dict[str, object]:
+        """What cpcompile.config is in the run."""
+        names = ("unroll", "gather_outputs_megabytes")
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:

@@ -74,7 +74,7 @@ def _facts(program: Program, sheet: Sheet) -> str:
             f"BATCH, GROWTH = {setting.batch}, {setting.growth}",
             f"DOOR, MODE, DYNAMIC = {setting.door!r}, {setting.mode!r}, "
             f"{setting.dynamic}",
-            f"OPTIONS, UNROLL = {setting.options()}, {setting.unroll!r}",
+            f"OPTIONS, SETTINGS = {setting.options()}, {setting.settings()}",
             f"SHARD = {shard}  # the dimension of the sequence",
             f"DRAWN = {sheet.drawn}  # random numbers while it runs",
         ]

@@ -10,7 +10,7 @@ import torch.nn as nn
 WORLD, LENGTHS, DTYPE = 2, (16,), torch.float64
 DOOR, MODE, DYNAMIC = "named", "train", None
 OPTIONS: dict[str, object] = {}
-UNROLL: int | str = "auto"
+SETTINGS: dict[str, object] = {}
 SHARD = {"x": 1}
 DRAWN = False
 BATCH, GROWTH = 2, 0
@@ -82,7 +82,7 @@ def main():
     options |= {"shard": SHARD} if DOOR == "named" else {}
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="cp", options=options, dynamic=DYNAMIC)
-    with cp.config.patch(unroll=UNROLL):
+    with cp.config.patch(SETTINGS):
         got = steps(compiled, model, give)
     for name in exact.keys() | got.keys() if dist.get_rank() == 0 else ():
         if name not in exact or name not in got:

@@ -32,6 +32,7 @@ from cpcompile.passes.model.masks import constant_buffers
 from cpcompile.passes.pipeline import MODEL
 from cpcompile.ranks import layout_marks
 from tests.golden.golden_text import bare_calls, golden_text, lines_with
+from tests.support.settings import split
 
 RANKS = 8
 
@@ -145,11 +146,12 @@ def capture(
     passes: Sequence[GraphPass[Context]] = MODEL,
     dynamic: bool | None = False,
     until: str | None = None,
+    backend: Any = "cp",
     **given: Any,
 ) -> Capture:
     """Trace `fn(*args)` with Dynamo and run the passes; nothing is computed.
 
-    `until` names the last pass that runs. Other keywords are options of backend="cp".
+    `until` names the last pass that runs. Other keywords are options or settings.
     A RewriteError of a pass is kept.
     """
     if until is not None:
@@ -162,11 +164,11 @@ def capture(
         captures.append(_run(gm, replace(ctx, profile=profile), passes))
         raise _Captured
 
-    options = {"strategy": strategy, "layout": layout, **given}
-    with mock.patch.object(attempts, "run_passes", record):
+    options, settings = split({"strategy": strategy, "layout": layout, **given})
+    with mock.patch.object(attempts, "run_passes", record), settings:
         try:
             torch.compile(
-                fn, backend="cp", fullgraph=True, dynamic=dynamic, options=options
+                fn, backend=backend, fullgraph=True, dynamic=dynamic, options=options
             )(*args)
         except _Captured:
             pass

@@ -44,14 +44,15 @@ def communication(rank, strategy, unroll):
         torch.manual_seed(0)
         model = SmallGPT(vocabulary=32, width=32, layers=2, context=64)
         options = {"mesh": mesh, "shard": {"tokens": 1, "labels": 1}}
-        options |= {"strategy": strategy, "gather_outputs": False}
+        options |= {"strategy": strategy}
         step = torch.compile(model, backend="cp", options=options)
         tokens = torch.randint(0, 32, (1, TOKENS))
 
         def train():
             step(tokens, tokens)[1].backward()
 
-        with inductor_config.patch(fx_graph_cache=False), config.patch(unroll=unroll):
+        settings = config.patch(unroll=unroll, gather_outputs_megabytes=0)
+        with inductor_config.patch(fx_graph_cache=False), settings:
             _, codes = run_and_get_code(train)
     return [_COMMUNICATION.findall(code) for code in codes]
 

@@ -48,9 +48,8 @@ class Setting:
 
     def options(self) -> dict[str, Any]:
         """Options of the backend, but for mesh and shard."""
-        both = {"attention": self.strategy, "mixers": self.mixers}
         return {
-            "strategy": self.strategy if self.mixers == "auto" else both,
+            "strategy": f"{self.strategy}, {self.mixers}",
             "layout": self.layout,
             "inner": self.inner,
             "strict": self.strict,

@@ -7,7 +7,7 @@ empty cache, warm a second start with what the cold one left. Before that a proc
 compiles one addition, so that imports and Inductor's look at the compiler count for
 neither backend. backend="cp" compiles for rank 0 of 8 on a fake process group, which
 runs the graph without communication, in layout zigzag; once as it is by default, with
-blocks that repeat compiled once, and once with "repeat": False ("separate"). Results go
+blocks that repeat compiled once, and once with each compiled ("separate"). Results go
 to docs/results/bench_compile.*.
 """
 
@@ -31,6 +31,7 @@ from torch._dynamo.utils import compilation_time_metrics  # private
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cpcompile import config
 from cpcompile.reporting.graph_report import recording
 from tools.bench.progress import Event, collect
 from tools.gpt import BYTES, GPT
@@ -120,7 +121,7 @@ def compile_once(backend: str, layers: int) -> Seconds:
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
         options = {"mesh": mesh, "shard": {"tokens": 1}, "layout": "zigzag"}
-        options["repeat"] = False if backend == "separate" else "auto"
+        config.fold_repeated_blocks = backend != "separate"
     name = "inductor" if backend == "inductor" else "cp"
     compiled = torch.compile(model, backend=name, options=options)
     compilation_time_metrics.clear()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from cpcompile import config
 from cpcompile.reporting.graph_report import recording
 from tests.models.torchvision_schemas import define_schemas
 from tools.bench.progress import Event, collect
@@ -77,7 +78,8 @@ def measure(
 ) -> None:
     """Measure on every rank; rank 0 puts the seconds, by length."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-    options = {"mesh": mesh, "inner": inner, "outputs": ["loss"]}
+    config.outputs = ["loss"]
+    options: dict[str, Any] = {"mesh": mesh, "inner": inner}
     options["shard"] = {"input_ids": 1, "labels": 1}
     with recording() as reports:
         step = new_step(options, None)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from cpcompile import config
 from cpcompile.reporting.graph_report import recording
 from tests.models.torchvision_schemas import define_schemas
 from tools.bench import memory_fit
@@ -36,8 +37,8 @@ from tools.results import RESULTS, markdown_table, setup, setup_text, write_repo
 WIDTH, LAYERS, HEADS = 256, 4, 8
 MLP = 688  # Llama's 2.7 times the width
 NARROW = 8  # an MLP that takes nothing
-# ranks, tokens, vocabulary, width of the MLP, options["tile"], and if it is not None:
-# options["activation_memory"]
+# ranks, tokens, vocabulary, width of the MLP, options["tile"] ("auto", or None for
+# never), and if it is not None: options["activation_memory"]
 Case = tuple[Any, ...]
 VOCABULARIES = (2_000, 32_000, 128_000)
 CASES: dict[str, list[Case]] = {
@@ -136,9 +137,9 @@ def measure(put: Callable[[Event], None], case: Case, steps: int, inner: str) ->
     options: dict[str, Any] = {
         "mesh": mesh,
         "inner": inner,
-        "tile": tile,
-        "outputs": ["loss"],
+        "tile": {None: 0, "auto": None}.get(tile, tile),
     }
+    config.outputs = ["loss"]
     if budget:
         options["activation_memory"] = budget[0]
     compiled = torch.compile(model, backend="cp", options=options)

@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from cpcompile import config
 from cpcompile.cost.max_sequence.model_memory import (
     EXCHANGING,
     Decoder,
@@ -73,7 +74,7 @@ def measure(put: Callable[[Event], None], name: str, tokens: int, inner: str) ->
     model, inputs = build(name, tokens)
     options = {"mesh": mesh, "inner": inner}
     if name in ("Llama", "Qwen3"):
-        options["outputs"] = ["loss"]
+        config.outputs = ["loss"]
     compiled = torch.compile(model, backend="cp", options=options)
 
     def step() -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from cpcompile import config
 from tests.models.torchvision_schemas import define_schemas
 from tools.bench.progress import Event, collect
 from tools.bench.ranks import in_processes
@@ -205,6 +206,7 @@ def measure(
     give_back_freed_blocks()
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
     model = make(family)
+    config.outputs = ["loss"]
     torch.manual_seed(1)
     ids = torch.randint(2, _WORDS, (1, tokens))
     ways: dict[str, Callable[..., Any]] = {ONE: model, EACH: model}
@@ -212,8 +214,7 @@ def measure(
         options = {
             "mesh": mesh,
             "inner": inner,
-            "strategy": {"mixers": strategy},
-            "outputs": ["loss"],
+            "strategy": strategy,
         }
         ways[strategy] = torch.compile(model, backend="cp", options=options)
         start = time.process_time()

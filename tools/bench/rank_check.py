@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cpcompile import config
 from cpcompile.backend import cp
 from cpcompile.frontend.rank_consistency.rank_check import FIRST_CALLS, RankCheck
-from cpcompile.ranks.rendezvous import Rendezvous
+from cpcompile.ranks.meetings import Meetings
 from tools.bench.progress import Event, collect
 from tools.bench.ranks import in_processes
 from tools.gpt import BYTES, GPT
@@ -93,7 +93,7 @@ class own_part:
 
     def __enter__(self) -> dict[str, float]:
         self.seconds = {"processor": 0.0, "wall": 0.0}
-        check, meet = RankCheck.__call__, Rendezvous.meet
+        check, meet = RankCheck.__call__, Meetings.meet
 
         def called(it: RankCheck, program: Callable[[], Any], args: Any) -> Any:
             start = self._now()
@@ -110,17 +110,18 @@ class own_part:
             self._add(start)
             return results
 
-        def met(it: Rendezvous, *args: Any) -> None:
+        def met(it: Meetings, *args: Any) -> list[str]:
             start = self._now()
-            meet(it, *args)
+            details = meet(it, *args)
             if not self._nested:  # the backward's
                 self._add(start)
+            return details
 
         self._nested = False
         self._patches = contextlib.ExitStack()
         for owner, name, function in (
             (RankCheck, "__call__", called),
-            (Rendezvous, "meet", met),
+            (Meetings, "meet", met),
         ):
             patch = mock.patch.object(owner, name, function)
             self._patches.enter_context(patch)

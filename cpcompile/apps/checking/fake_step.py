@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
@@ -25,10 +26,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cpcompile import config
+from cpcompile.backend import cp
 from cpcompile.compile.no_computation import returns_zeros, zeros_like
 from cpcompile.errors import CPError, InputError, OptionError, RewriteError
 from cpcompile.logs import warn_once
-from cpcompile.options import CHECKED
 from cpcompile.reporting import lost_parallelism
 from cpcompile.reporting.graph_report import GraphReport, recording
 from cpcompile.reporting.ways_out import GraphBreakPlace
@@ -128,8 +129,9 @@ class CheckedCall:
                 stack.enter_context(config.patch(hardware=self.hardware))
             reports = stack.enter_context(recording())
             options |= {"mesh": mesh, "strict": strict}
-            options[CHECKED] = object()  # last, so that it decides on "inner"
-            call = torch.compile(model, backend="cp", options=options)
+            backend = partial(cp, computes=False)  # no other call has its programs
+            backend.__name__ = "cp"  # type: ignore[attr-defined]  # Dynamo's name for it
+            call = torch.compile(model, backend=backend, options=options)
             self._run(call, args, kwargs)
             breaks = tuple(map(GraphBreakPlace.of, graph_breaks.breaks()))
         once = {id(report): report for report in reports}

@@ -41,8 +41,8 @@ _WHOLE = (
     f"tokens and is not sharded, which {NAME_IT} names"
 )
 _RETURN_LESS = (
-    'return only what you need, or name it: options={"outputs": ["loss"]}; '
-    '"gather_outputs": False leaves results sharded'
+    'return only what you need, or name it: cpcompile.config.outputs = ["loss"]; '
+    "gather_outputs_megabytes = 0 leaves results sharded"
 )
 
 

@@ -27,6 +27,7 @@ from cpcompile.apps.verification.verify_mixer import MixerReport, verify_mixer
 from cpcompile.errors import InputError
 from cpcompile.ops.mixers.registry import mixer_of
 from cpcompile.options import GradSync, parse_options
+from cpcompile.settings import setting
 from cpcompile.torch_private import pytree
 
 STEPS = 2
@@ -248,8 +249,11 @@ def _advice(
     if first is None and options.get("inner", "inductor") == "inductor":
         advice.append("options['inner'] = 'aot_eager', which leaves out Inductor")
         advice.append("cpcompile.config.unroll = 0, which leaves rings one operator")
-        if options.get("repeat") is not False:
-            advice.append("options['repeat'] = False, which compiles each layer alone")
+        if setting("fold_repeated_blocks"):
+            advice.append(
+                "cpcompile.config.fold_repeated_blocks = False, which compiles each "
+                "layer alone"
+            )
     elif first is not None and "att" in f"{first.path} {first.after}".lower():
         chosen = options.get("strategy")
         other = "all_gather" if chosen != "all_gather" else "ring"

@@ -28,6 +28,7 @@ import torch.fx as fx
 from cpcompile.errors import OptionError
 from cpcompile.logs import warn_once, warn_unmet
 from cpcompile.options import Options
+from cpcompile.settings import setting
 from cpcompile.torch_patches.saved_values import (
     Partitioner,
     is_kept,
@@ -98,14 +99,14 @@ class Saved:
 class SavingBudget:
     """The input of `save_by_budget` in addition to its graph.
 
-    given: bytes (int), a fraction of what torch saves (float), or None for no limit.
+    given: a fraction of what torch saves, or bytes above 1; None for no limit.
     offload: whether torch moves what is saved into the memory of the host.
     frame: the name of what is compiled, for messages.
     all_gather_text: gives the texts of all ranks for the text of this rank.
     found: gets what was chosen.
     """
 
-    given: int | float | None
+    given: float | None
     frame: str
     all_gather_text: Callable[[str], Sequence[str]] = lambda text: [text]
     offload: bool = False
@@ -127,15 +128,14 @@ def save_by_budget(torchs: Partitioner, ctx: SavingBudget) -> list[fx.Node]:
     return saved
 
 
-def _within(
-    torchs: Partitioner, limit: int | float, ctx: SavingBudget
-) -> list[fx.Node]:
+def _within(torchs: Partitioner, limit: float, ctx: SavingBudget) -> list[fx.Node]:
     search = _Search(torchs)
     fastest = search.size(search.usual)
-    budget = limit if isinstance(limit, int) else int(limit * fastest)
+    is_bytes = limit > 1
+    budget = int(limit if is_bytes else limit * fastest)
     search.protect()
     choice = search.first_within(budget)
-    if choice is None and isinstance(limit, int):
+    if choice is None and is_bytes:
         raise _too_small(search, ctx, fastest)
     choice = choice or search.least
     choices = [
@@ -293,12 +293,12 @@ def saving_of(
 
     Raises: OptionError for offloading from a CPU.
     """
-    budget, offload = options.activation_memory, options.offload_activations
+    budget, offload = options.activation_memory, setting("offload_activations")
     if offload and device_type == "cpu":
         raise OptionError(
-            "options['offload_activations']: got True on a mesh of device type 'cpu', "
-            "where what is saved is in the memory of the host already; needed an "
-            "accelerator, or False. options['activation_memory'] saves less"
+            "cpcompile.config.offload_activations is True on a mesh of device type "
+            "'cpu', where what is saved is in the memory of the host already; needed "
+            "an accelerator, or False. options['activation_memory'] saves less"
         )
     if budget is None and not offload:
         return None

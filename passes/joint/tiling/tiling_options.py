@@ -22,7 +22,7 @@ def tiling_of(options: Options, device_type: str, parameters: Sequence[int]) -> 
 
     parameters: which inputs are parameters.
     """
-    if options.tile is False:
+    if options.tile == 0:
         parameters = ()
     megabytes = setting("tile_megabytes")
     tile_bytes = (
@@ -39,7 +39,7 @@ def tiling_of(options: Options, device_type: str, parameters: Sequence[int]) -> 
 
 def least_in_tiles(options: Options) -> float:
     """Return the bytes of the smallest value for which a region runs in tiles."""
-    megabytes = math.inf if options.tile is False else setting("tile_least_megabytes")
+    megabytes = math.inf if options.tile == 0 else setting("tile_least_megabytes")
     return float(megabytes * 2**20)
 
 
@@ -58,7 +58,7 @@ def warn_of_no_tiles(options: Options, tiling: Tiling, frame: str) -> None:
         warn_once(
             f"{frame}: {path} makes a result of {size / 2**20:.0f} MiB on every rank "
             "beside the loss, and so the loss does not run in tiles either. Return the "
-            "loss alone, name the results that are needed in options['outputs'], or "
+            "loss alone, name the needed ones in cpcompile.config.outputs, or "
             "set options['tile'] to a number of tokens"
         )
     if options.tile and not tiling.found:

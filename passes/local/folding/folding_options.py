@@ -1,4 +1,4 @@
-"""Turn the options of a call into whether, and with whom, blocks are folded."""
+"""Turn a setting into whether, and with whom, blocks are folded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from cpcompile.options import Options
 from cpcompile.ranks.agreement import all_equal
+from cpcompile.settings import setting
 
 from .fold_repeated_blocks import FoldedBlocks
 
@@ -25,8 +25,8 @@ class Folding:
     found: list[FoldedBlocks] = field(default_factory=list)
 
 
-def folding_of(options: Options, group: ProcessGroup, doing: str) -> Folding | None:
+def folding_of(group: ProcessGroup, doing: str) -> Folding | None:
     """Return the folding with the ranks of `group`; None if blocks stay as they are."""
-    if options.repeat is False:
+    if not setting("fold_repeated_blocks"):
         return None
     return Folding(lambda text: all_equal(group, text, doing))

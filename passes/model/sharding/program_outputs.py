@@ -45,8 +45,8 @@ def keep_named(
     called = [re.sub(r"_\d+$", "", getattr(x, "name", "")) for x in results]
     if missing := [x for x in names if x not in called]:
         raise OptionError(
-            f"options['outputs']: got {', '.join(map(repr, missing))}; needed names of "
-            f"results: {', '.join(map(repr, dict.fromkeys(called)))}"
+            f"cpcompile.config.outputs: got {', '.join(map(repr, missing))}; needed "
+            f"names of results: {', '.join(map(repr, dict.fromkeys(called)))}"
         )
     indices = [i for i, name in enumerate(called) if name in names]
     output.args = (tuple(results[i] for i in indices),)
@@ -63,17 +63,15 @@ def keep_named(
     return spread
 
 
-def gather_limit(gm: fx.GraphModule, setting: bool | int | None) -> float:
+def gather_limit(gm: fx.GraphModule, megabytes: float | None) -> float:
     """Return the bytes up to which a result is gathered.
 
-    setting: options["gather_outputs"]. With None all that is needed after a graph break
-        is gathered: a DTensor could meet plain tensors there.
+    megabytes: the setting gather_outputs_megabytes. With None all that is needed after
+        a graph break is gathered: a DTensor could meet plain tensors there.
     """
-    if setting is None:
+    if megabytes is None:
         return math.inf if goes_on_after(gm) else GATHERED_BYTES
-    if isinstance(setting, bool):
-        return math.inf if setting else 0
-    return float(setting)
+    return megabytes * 2**20
 
 
 def is_gathered(result: fx.Node, value: Tensor, ctx: Context) -> bool:
@@ -89,8 +87,8 @@ def is_gathered(result: fx.Node, value: Tensor, ctx: Context) -> bool:
         warn_once(
             f"result {result.name} {list(value.shape)} has {size / 2**20:.0f} MiB: it "
             "stays sharded, as a DTensor. cp.unshard(it), called on every rank, "
-            "gathers it; options['outputs'] names the results that are needed, so "
-            "that others are not made; options['gather_outputs'] is the number of "
-            "bytes up to which results are gathered, or True for all"
+            "gathers it; cpcompile.config.outputs names the results that are needed, "
+            "so that others are not made; results of up to "
+            "cpcompile.config.gather_outputs_megabytes are gathered"
         )
     return False

@@ -20,13 +20,15 @@ LAYERS = 4
 
 
 def run(
-    kind: Kind, given: dict[str, object], repeat: object, dynamic: bool = False
+    kind: Kind, given: dict[str, object], folds: bool, dynamic: bool = False
 ) -> tuple[Values, list[int]]:
     """Values of two steps; how many blocks were folded in each row."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = new_model(kind, LAYERS)
-    options, settings = split({"mesh": sequence_mesh(2), "repeat": repeat, **given})
+    options, settings = split(
+        {"mesh": sequence_mesh(2), "fold_repeated_blocks": folds, **given}
+    )
     compiled = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
     with recording() as reports, settings:
         values = two_steps(compiled, model)
@@ -59,7 +61,7 @@ CASES = [(name, False) for name in KINDS] + [("ring-zigzag", True)]
 def test_numbers_are_those_of_separate_blocks(name, dynamic):
     """The last bits may differ; `dynamic`: the length is a symbol."""
     kind, given = KINDS[name]
-    one, folded = run(kind, given, "auto", dynamic)
+    one, folded = run(kind, given, True, dynamic)
     other, none = run(kind, given, False, dynamic)
     if kind.attention_dropout:  # draws from a generator: stays as it is
         assert folded == []

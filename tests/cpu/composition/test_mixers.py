@@ -68,7 +68,7 @@ def compared(
     model = copy.deepcopy(alone)
     if shape[1] > 1:
         model = in_parallel(model, mesh["tp"])
-    strategy = {"attention": "auto", "mixers": mixers}
+    strategy = mixers
     options = {"mesh": mesh, "inner": "aot_eager", "strategy": strategy}
     options |= {"shard": {"x": 1}}
     if "fsdp" in how:  # each layer is compiled by itself, as FSDP2's hooks ask for

@@ -230,7 +230,7 @@ def run(name, world, strategy, batch, tokens, **options):
             lambda: made(name, kernels),
             (batch, tokens, WIDTH),
             world,
-            **{"strategy": {"mixers": strategy}} | named | options,
+            **{"strategy": strategy} | named | options,
         )
     return comparison, counters["cpcompile"]["exchange_mixers"]
 
@@ -312,7 +312,7 @@ def test_a_mixer_equals_one_process(name, world, strategy, batch, tokens):
 @on_ranks(2)
 def test_a_mixer_beside_attention_in_a_balanced_layout(name, strategy):
     """Its tokens are in their order: attention alone works on zigzag."""
-    options = {"strategy": {"attention": "ring", "mixers": strategy}}
+    options = {"strategy": f"ring, {strategy}"}
     with stand_ins() as kernels:
         compare(
             lambda: AfterAttention(made(name, kernels)),
@@ -339,7 +339,7 @@ def test_a_kernel_takes_many_lengths(strategy):
     with stand_ins() as kernels:
         calls = [hidden_states(n, WIDTH) for n in (8, 12, 16, 11)]
         module = DeltaRule(kernels).double()
-        compare_calls(module, calls, 2, strategy={"mixers": strategy}).check()
+        compare_calls(module, calls, 2, strategy=strategy).check()
     programs = counters["stats"]["unique_graphs"]
     assert counters["cpcompile"]["exchange_mixers"] == programs < 4
 
@@ -352,7 +352,7 @@ def test_states_pass_along_one_axis_of_a_mesh():
     with stand_ins() as kernels:
         module = DeltaRule(kernels).double()
         torch.manual_seed(mesh["dp"].get_local_rank())
-        options = {"mesh": mesh, "axis": "cp", "strategy": {"mixers": "states"}}
+        options = {"mesh": mesh, "axis": "cp", "strategy": "states"}
         found = compare_calls(module, [hidden_states(11, WIDTH)], 4, **options)
     found.check()
     assert found.warnings == []

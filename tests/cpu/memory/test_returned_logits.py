@@ -6,6 +6,7 @@ they are used.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from cpcompile import config
 from cpcompile.ranks.layout_marks import is_marked
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
+from tests.support.settings import split
 
 WORDS, CHANNELS = 96, 16
 
@@ -83,8 +85,8 @@ def run(kind: str, tokens: int, options: dict[str, Any]) -> list[dict[str, Any]]
     try:
         model, ids = Model(kind), torch.randint(WORDS, (2, tokens))
         mesh = sequence_mesh(torch.distributed.get_world_size())
-        options = {"mesh": mesh, "inner": "aot_eager", **options}
-        with config.patch(tile_least_megabytes=1e-3), recording() as reports:
+        options, settings = split({"mesh": mesh, "inner": "aot_eager", **options})
+        with settings, config.patch(tile_least_megabytes=1e-3), recording() as reports:
             compiled = torch.compile(model, backend="cp", options=options)
             for uses in ("loss", "both", "logits"):
                 got, kinds = step(compiled, model, ids, uses), type(compiled(ids)[-1])
@@ -103,7 +105,7 @@ def run(kind: str, tokens: int, options: dict[str, Any]) -> list[dict[str, Any]]
 
 
 LATER = ["plain", "tied", "capped", "weight made of two"]
-SHARDED = {"gather_outputs": False, "tile": 8}
+SHARDED = {"gather_outputs_megabytes": 0, "tile": 8}
 
 
 @pytest.mark.timeout(120)
@@ -128,7 +130,7 @@ def test_results_that_stay(pools, kind):
     """
     options = {"tile": 8} if kind == "plain" else SHARDED
     if kind == "plain":
-        options |= {"gather_outputs": True}
+        options |= {"gather_outputs_megabytes": math.inf}
     for found in pools[2].run(run, kind, 96, options, timeout=110):
         assert found["later"] == []
 

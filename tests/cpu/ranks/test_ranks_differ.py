@@ -1,4 +1,4 @@
-"""A mode or setting of one rank only is named on every rank, with the fix."""
+"""An input, mode or setting of one rank is named on every rank, with the fix."""
 
 import contextlib
 
@@ -31,15 +31,26 @@ def differ(what: str) -> str:
             model.embedding.weight.requires_grad_(False)
         if what == "eval":
             model.eval()
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
+    other = what if dist.get_rank() == 1 else ""
+    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "ring"}
+    if other == "options":
+        options["strategy"] = "all_gather"
     step = torch.compile(model, backend="cp", options=options)
+    given = tokens(20 if other == "shapes" else 16) + (other == "values")
     with context:
-        return message_of(lambda: step(tokens()))
+        return message_of(lambda: step(given))
 
 
 @pytest.mark.parametrize(
     ("what", "item", "fix"),
     [
+        (
+            "shapes",
+            "rank 0 has torch.int64 [2, 16], rank 1 has torch.int64 [2, 20]",
+            "needed the same inputs, shapes, options and settings on every rank",
+        ),
+        ("values", "values of tokens: rank 0 has", "give every rank the same tokens"),
+        ("options", "strategy=Strategy.RING", "strategy=Strategy.ALL_GATHER"),
         (
             "autocast",
             "autocast of cpu: rank 0 has off, rank 1 has torch.bfloat16",

@@ -22,43 +22,6 @@ from tests.support.bounds import (
 )
 
 
-def other_shapes() -> str:
-    seq = 16 + 4 * dist.get_rank()
-    step = compiled(Model())
-    return message_of(lambda: step(tokens(seq)))
-
-
-def test_ranks_with_different_shapes(pools):
-    first, second = pools[2].run(other_shapes)
-    assert first == second
-    assert "RankMismatchError: the ranks of group" in first
-    assert "rank 0 has torch.int64 [2, 16], rank 1 has torch.int64 [2, 20]" in first
-    assert "needed the same inputs, shapes, options and settings on every rank" in first
-
-
-def other_values() -> str:
-    step = compiled(Model())
-    return message_of(lambda: step(tokens() + dist.get_rank()))
-
-
-def test_ranks_with_different_tokens(pools):
-    first, second = pools[2].run(other_values)
-    assert first == second
-    assert "values of tokens: rank 0 has" in first
-
-
-def other_options() -> str:
-    strategy = ("ring", "all_gather")[dist.get_rank()]
-    step = compiled(Model(), strategy=strategy)
-    return message_of(lambda: step(tokens()))
-
-
-def test_ranks_with_different_options(pools):
-    first, second = pools[2].run(other_options)
-    assert first == second
-    assert "strategy=Strategy.RING" in first and "strategy=Strategy.ALL_GATHER" in first
-
-
 def only_one_compiles() -> str:
     step = compiled(Model())
     if dist.get_rank() == 1:

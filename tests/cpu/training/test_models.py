@@ -54,7 +54,7 @@ def test_forced_strategies_and_sharded_outputs(pools, strategy):
         64,
         2,
         "plain",
-        {"inner": "aot_eager", "strategy": strategy, "gather_outputs": False},
+        {"inner": "aot_eager", "strategy": strategy, "gather_outputs_megabytes": 0},
         timeout=120,
     )
     for rank, run in enumerate(runs):

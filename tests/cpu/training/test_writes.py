@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
+from cpcompile import config
 from tests.cpu.against_one_process import compare, compare_calls
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.on_ranks import on_ranks
@@ -229,7 +230,7 @@ class OnlyTheResult(JoinsByWrites):
 @on_ranks(2)
 def test_writes_stay_where_other_results_are_not_made():
     found = []
-    for make, options in (
+    for make, settings in (
         (OnlyTheResult, None),
         (OnlyTheResult, {}),
         (JoinsByWrites, {"outputs": ["result"]}),
@@ -238,10 +239,11 @@ def test_writes_stay_where_other_results_are_not_made():
         torch.manual_seed(0)
         model, x = make().double(), torch.randn(2, 8, WIDTH, dtype=torch.float64)
         call = model
-        if options is not None:
-            options |= {"mesh": sequence_mesh(2), "inner": "aot_eager"}
+        if settings is not None:
+            options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
             call = torch.compile(model, backend="cp", options=options)
-        result = call(x)["result"]
+        with config.patch(settings or {}):
+            result = call(x)["result"]
         result.square().sum().backward()
         found.append([result.detach(), *(p.grad for p in model.parameters())])
     for other in found[1:]:

@@ -39,7 +39,7 @@ def verify(fault):
         "strategy": "ring",
         "layout": layout,
         "inner": "aot_eager",
-        "tile": False,
+        "tile": 0,
     }
     inputs = make_inputs(padded=fault == "dropped padding")
     with planted(fault), cp.config.patch(hardware="cpu"):

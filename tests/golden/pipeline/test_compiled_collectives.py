@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 import cpcompile as cp
 from cpcompile.compile import inner_compilers
 from tests.models.families.small_gpt import SmallGPT
+from tests.support.settings import split
 
 S, CONTEXT, WIDTH, VOCABULARY, LAYERS, HEADS = 4096, 5000, 16, 32, 2, 2
 
@@ -49,14 +50,15 @@ def compile_step(tokens=S, form="plain inputs", mesh=None, model=None, **options
     model = SmallGPT(VOCABULARY, WIDTH, HEADS, LAYERS, CONTEXT, **(model or {}))
     ids = torch.randint(VOCABULARY, (1, tokens))
     inputs = [ids, ids.roll(1)]
-    options = {"strategy": "ring", "inner": "aot_eager", **options}
+    options, settings = split({"strategy": "ring", "inner": "aot_eager", **options})
     if form == "plain inputs":
         options |= {"mesh": mesh, "shard": {"tokens": 1, "labels": 1}}
     else:
         inputs = [cp.shard(x, mesh, 1) for x in inputs]
-    with mock.patch.object(
+    eager = mock.patch.object(
         inner_compilers, "aot_eager", lambda gm, given, *_: inner(gm, given)
-    ):
+    )
+    with eager, settings:
         step = torch.compile(model, backend="cp", fullgraph=True, options=options)
         _, loss = step(*inputs)
         loss.backward()
@@ -100,7 +102,7 @@ def test_no_dtensor_is_left(mesh, form):
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("form", FORMS)
 def test_one_operator_per_layer_and_one_reduction_per_parameter(mesh, form, strategy):
-    options = {"strategy": strategy, "gather_outputs": False}
+    options = {"strategy": strategy, "gather_outputs_megabytes": 0}
     step = compile_step(64, form, mesh, **options)
     # The loss is a sum over the ranks; labels that are sharded are gathered.
     gathers = {"all_gather_into_tensor": 1} if form == "sharded inputs" else {}
@@ -116,7 +118,7 @@ def test_one_operator_per_layer_and_one_reduction_per_parameter(mesh, form, stra
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ulysses_is_two_exchanges_per_layer(mesh, form):
-    step = compile_step(64, form, mesh, strategy="ulysses", gather_outputs=False)
+    step = compile_step(64, form, mesh, strategy="ulysses", gather_outputs_megabytes=0)
     gathers = {"all_gather_into_tensor": 1} if form == "sharded inputs" else {}
     exchanges = {"ulysses_scatter": LAYERS, "ulysses_gather": LAYERS}
     assert targets(step.forward) == gathers | exchanges | {"all_reduce": 1}
@@ -131,7 +133,7 @@ def test_gathered_logits_cost_one_collective(mesh):
 
 
 def test_gradients_that_are_left_local_cost_none(mesh):
-    step = compile_step(64, mesh=mesh, grad_sync="none", gather_outputs=False)
+    step = compile_step(64, mesh=mesh, grad_sync="none", gather_outputs_megabytes=0)
     assert targets(step.backward) == {"ring_attention_backward": LAYERS}
 
 
@@ -147,7 +149,7 @@ def test_checkpointed_layers_run_their_operator_again(mesh):
 def test_no_activation_has_the_whole_sequence(mesh, form, tied):
     """Nor has anything else that is large, which every rank would have to hold."""
     step = compile_step(
-        form=form, mesh=mesh, model={"tied": tied}, gather_outputs=False
+        form=form, mesh=mesh, model={"tied": tied}, gather_outputs_megabytes=0
     )
     parameters = {tuple(p.shape) for p in step.model.parameters()}
     parameters |= {tuple(reversed(shape)) for shape in parameters}

@@ -347,9 +347,7 @@ def kept(mesh, mixers, **options):
     """The step of the pass on a kept call."""
     with stand_ins() as kernels:
         module, x = Kept(kernels, **options), torch.zeros(1, 1, 1).expand(1, 64, 64)
-        steps = capture(
-            module, x, mesh=mesh, strategy={"mixers": mixers}, until="exchange_mixers"
-        )
+        steps = capture(module, x, mesh=mesh, strategy=mixers, until="exchange_mixers")
     return steps["exchange_mixers"]
 
 
@@ -473,7 +471,7 @@ def test_operands_are_gathered_in_one_order_on_all_ranks(mesh_of):
             *inputs,
             mesh=mesh_of,
             shard=dict.fromkeys(("q", "k", "v", "g", "beta"), 1),
-            strategy={"mixers": "gather"},
+            strategy="gather",
             until="exchange_mixers",
         )["exchange_mixers"]
     gathered = [

@@ -17,7 +17,7 @@ def steps(module, mesh, batch=1, strategy="exchange"):
         torch.zeros(1, 1, 1).expand(batch, 64, 32),
         mesh=mesh,
         shard={"x": 1},
-        strategy={"mixers": strategy},
+        strategy=strategy,
         until="exchange_mixers",
     )
 

@@ -5,14 +5,15 @@ import torch
 import torch.nn as nn
 
 import cpcompile as cp
+from cpcompile.frontend.local_view import local_cp
 from cpcompile.geometry.layout import Layout
-from cpcompile.options import LOCAL_VIEW, GradSync
+from cpcompile.options import GradSync
 from cpcompile.passes.graph.context import InputKind
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden, bare_calls
 from tests.golden.laid_out import attend
 
-LOCAL = {LOCAL_VIEW: True}
+LOCAL = {"backend": local_cp}
 
 
 def block(x):

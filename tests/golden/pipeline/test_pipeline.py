@@ -1,6 +1,7 @@
 """All passes together: every rank writes the same graph, and every pass is counted."""
 
 import re
+from math import inf
 
 import pytest
 import torch
@@ -70,12 +71,10 @@ def graph_of(rank, tokens, form, **options):
 
 
 @pytest.mark.parametrize("form", ["plain inputs", "sharded inputs"])
-@pytest.mark.parametrize(
-    ("tokens", "gather_outputs"), [(32, True), (30, False), (5, True)]
-)
-def test_first_and_last_rank_write_the_same_graph(form, tokens, gather_outputs):
+@pytest.mark.parametrize(("tokens", "megabytes"), [(32, inf), (30, 0), (5, inf)])
+def test_first_and_last_rank_write_the_same_graph(form, tokens, megabytes):
     """Also where the last rank holds fewer tokens, or none."""
-    options = {"gather_outputs": gather_outputs}
+    options = {"gather_outputs_megabytes": megabytes}
     first, first_tokens = graph_of(0, tokens, form, **options)
     last, last_tokens = graph_of(RANKS - 1, tokens, form, **options)
     assert (first_tokens == last_tokens) == (tokens % RANKS == 0)

@@ -53,7 +53,7 @@ def decided(mesh, kind, backward, sizes):
             *tensors.values(),
             mesh=mesh,
             shard=dict.fromkeys(tensors, 1),
-            strategy={"mixers": "auto"},
+            strategy="auto",
             until="exchange_mixers",
         )
     assert captured.error is None, captured.error

@@ -15,7 +15,9 @@ def attend(q, k, v):
 def test_outputs_that_stay_sharded(mesh):
     """The local part leaves the graph; the backend makes it a DTensor again."""
     inputs = make_qkv(2, 4, 16, 8)
-    captured = capture(attend, *inputs, mesh=mesh, shard=QKV, gather_outputs=False)
+    captured = capture(
+        attend, *inputs, mesh=mesh, shard=QKV, gather_outputs_megabytes=0
+    )
     assert_golden(
         captured.lines("cp_to_local", "cp_gather"),
         """\
@@ -41,7 +43,7 @@ def test_plain_outputs_are_neither(mesh):
 
     inputs = make_qkv(2, 4, 16, 8)
     captured = capture(
-        with_positions, *inputs, mesh=mesh, shard=QKV, gather_outputs=False
+        with_positions, *inputs, mesh=mesh, shard=QKV, gather_outputs_megabytes=0
     )
     assert captured.text.endswith("return (cp_to_local, arange)")
     assert captured.ctx.findings.outputs[1] is None

@@ -144,7 +144,7 @@ def test_results_that_leave_the_model_whole():
     report = cp.check(Decoder(), tokens(), hardware="cpu")
     (finding,) = report.findings
     assert finding.what.startswith("results leave the model whole, 0.094 MiB")
-    assert "(head)" in finding.what and '"outputs"' in finding.fix
+    assert "(head)" in finding.what and "config.outputs" in finding.fix
     assert report.next == str(finding)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
 from cpcompile.errors import InputError, OptionError
-from cpcompile.options import LOCAL_VIEW
+from cpcompile.frontend.local_view import local_cp
 from tests.golden.capture import fake_group
 
 
@@ -77,11 +77,10 @@ def test_tokens_that_shard_batch_did_not_make(mesh) -> None:
 
 
 def test_the_local_view_needs_dtensors(mesh) -> None:
-    compiled = torch.compile(Block(), backend="cp", options={LOCAL_VIEW: True})
+    compiled = torch.compile(Block(), backend=local_cp)
     with pytest.raises(Exception, match="nothing says what to shard"):
         compiled(torch.zeros(1, 8, 4))
-    options = {LOCAL_VIEW: True, "mesh": mesh}
-    compiled = torch.compile(Block(), backend="cp", options=options)
+    compiled = torch.compile(Block(), backend=local_cp, options={"mesh": mesh})
     with pytest.raises(Exception, match=r"forward is compiled by cp\.ContextParallel"):
         compiled(torch.zeros(1, 8, 4))
 

@@ -11,12 +11,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cpcompile import config
 from cpcompile.cost.mixer_plan import MixerStrategy
 from cpcompile.cost.plans import Strategy
 from cpcompile.errors import OptionError
 from cpcompile.geometry.layout import Layout
 from cpcompile.options import GradSync, Options, parse_options
-from cpcompile.settings import setting_names
 
 
 @pytest.fixture
@@ -43,11 +43,9 @@ def test_defaults(given):
         layout=None,
         strict=True,
         inner="inductor",
-        mode=None,
         grad_sync=None,
-        gather_outputs=None,
-        repeat=None,
         tile=None,
+        activation_memory=None,
     )
 
 
@@ -60,13 +58,9 @@ def test_every_option_arrives(mesh):
         "layout": "striped",
         "strict": False,
         "inner": "aot_eager",
-        "mode": "max-autotune",
         "grad_sync": "none",
-        "gather_outputs": False,
-        "outputs": ["loss"],
         "tile": 9,
         "activation_memory": 0.5,
-        "offload_activations": True,
     }
     copy = dict(given)
     parsed = parse_options(given)
@@ -76,14 +70,6 @@ def test_every_option_arrives(mesh):
     assert parsed == Options(**(given | chosen))
 
 
-@pytest.mark.parametrize(
-    "name", ["ring", "all_gather", "ulysses", "hybrid", "auto", None]
-)
-def test_strategies(name):
-    wanted = None if name in ("auto", None) else Strategy(name)
-    assert parse_options({"strategy": name}).strategy is wanted
-
-
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped", "fold", "auto"])
 def test_layouts(name):
     """Contiguous is a choice and not the absence of one."""
@@ -91,21 +77,27 @@ def test_layouts(name):
     assert parse_options({"layout": name}).layout is wanted
 
 
-AUTOMATIC = (
-    "mesh", "strategy", "layout", "mode", "grad_sync", "gather_outputs", "outputs",
-    "repeat", "tile", "activation_memory",
-)  # fmt: skip
+DEFAULTS = {
+    "mesh": None, "strategy": "auto", "layout": "auto", "grad_sync": "auto",
+    "tile": None, "activation_memory": None,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AUTOMATIC)
-def test_auto_and_none_are_the_default(name):
-    default = parse_options(None)
-    assert parse_options({name: "auto"}) == parse_options({name: None}) == default
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_default_can_be_said(name):
+    """Names are texts, and "auto" is one of them; None stands for no number."""
+    assert parse_options({name: DEFAULTS[name]}) == parse_options(None)
 
 
-def test_the_mode_of_torch_compile_is_an_option():
+def test_the_mode_of_inductor_comes_from_torch_compile_or_from_its_setting():
+    assert parse_options(None).mode is None
     assert parse_options(None, "max-autotune").mode == "max-autotune"
-    assert parse_options({"mode": "max-autotune"}).mode == "max-autotune"
+    with config.patch(inductor_mode="max-autotune"):
+        assert parse_options({"strict": False}).mode == "max-autotune"
+
+
+def test_what_computes_nothing_needs_no_inductor():
+    assert parse_options({"inner": "inductor"}, computes=False).inner == "aot_eager"
 
 
 def test_unknown_name():
@@ -113,23 +105,16 @@ def test_unknown_name():
         fill(message({"colour": "red"}), 80),
         """\
 unknown option 'colour' of backend="cp". The options are: activation_memory,
-axis, gather_outputs, grad_sync, inner, layout, mesh, mode, offload_activations,
-outputs, repeat, shard, strategy, strict, tile.""",
+axis, grad_sync, inner, layout, mesh, shard, strategy, strict, tile.""",
     )
 
 
-def test_a_former_name_says_what_is_there_now():
-    text = message({"view": "local"})
-    assert text.startswith("option 'view' of backend=\"cp\" is gone: needed cp.Context")
-
-
-@pytest.mark.parametrize("name", ["check_ranks", "memory_budget", "profile", "unroll"])
-def test_an_option_that_has_become_a_setting_names_it(name):
-    assert name in setting_names()
+@pytest.mark.parametrize("name", ["check_ranks", "outputs", "inductor_mode"])
+def test_a_setting_is_no_option(name):
     assert message({name: 1}) == (
-        f'option {name!r} of backend="cp" is a setting: needed cpcompile.config.{name} '
-        f"= ..., or `with cpcompile.config.patch({name}=...):` around the call that "
-        "compiles"
+        f'unknown option {name!r} of backend="cp": it is a setting, cpcompile.config.'
+        f"{name} = ..., or `with cpcompile.config.patch({name}=...):` around the call "
+        "that compiles"
     )
 
 
@@ -138,47 +123,38 @@ def test_nearest_name():
         fill(message({"strateggy": "ring"}), 80),
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
-are: activation_memory, axis, gather_outputs, grad_sync, inner, layout, mesh,
-mode, offload_activations, outputs, repeat, shard, strategy, strict, tile.""",
+are: activation_memory, axis, grad_sync, inner, layout, mesh, shard, strategy,
+strict, tile.""",
     )
 
 
 WRONG = {
-    "mesh": ["cp", 4],
+    "mesh": ["cp", "auto", 4],
     "axis": [0, None, (), ("cp",), ("cp", "cp"), ("a", 1), ["ring", "ulysses"]],
     "shard": [["tokens"], {"tokens": "1"}, {"tokens": True}, {0: 1}, None],
-    "strategy": ["rings", Strategy.RING, {"attention": "states"}, {"layout": "ring"}],
-    "layout": ["zig-zag", Layout.ZIGZAG, 1],
+    "strategy": ["rings", "", None, Strategy.RING, {"mixers": "states"},
+                 "ring, ulysses", "states, gather", "ring states"],
+    "layout": ["zig-zag", Layout.ZIGZAG, 1, None],
     "strict": [1, "yes", None],
-    "inner": ["eager", None],
-    "mode": ["", 3, True],
-    "grad_sync": [True, "sum"],
-    "gather_outputs": [-1, 1.5, "no"],
-    "outputs": [[], "loss", [1], {"loss"}],
-    "repeat": [True, 0, "always", 2],
-    "tile": [0, -1, 2.5, "all", True],
-    "activation_memory": [0, -1, 1.5, -0.1, True, "1GB"],
-    "offload_activations": [1, "cpu", None],
-}
+    "inner": ["eager", "shapes", None],
+    "grad_sync": [True, "sum", None],
+    "tile": [-1, 2.5, "auto", "8", True, False],
+    "activation_memory": [0, 1, -1, -0.1, True, "auto", "1GB", float("inf")],
+}  # fmt: skip
 NEEDED = {
-    "mesh": "a DeviceMesh",
+    "mesh": "None or a DeviceMesh",
     "axis": "the name of a mesh axis, or a tuple of two names",
     "shard": "a dict {argument name: dimension}",
-    "strategy": "\"auto\", 'ring', 'all_gather', 'ulysses', 'hybrid', 'latents', "
-    "'exchange', 'states', 'gather', or a dict {\"attention\": .., \"mixers\": ..} of "
-    "two of them",
+    "strategy": "one of 'auto', 'ring', 'all_gather', 'ulysses', 'hybrid', 'latents', "
+    "'exchange', 'states', 'gather', or one of attention and one of mixers: "
+    "'ring, states'",
     "layout": "one of 'auto', 'contiguous', 'zigzag', 'striped', 'fold'",
     "strict": "True or False",
     "inner": "one of 'inductor', 'aot_eager'",
-    "mode": "the name of a mode of torch.compile",
     "grad_sync": "one of 'auto', 'reduce', 'none', 'average'",
-    "gather_outputs": '"auto", True, False, or a number of bytes',
-    "outputs": '"auto" or a list of names of results',
-    "repeat": '"auto" or False',
-    "tile": '"auto", False, or a positive number of tokens',
-    "activation_memory": '"auto", a number of bytes (int), or a fraction from 0.0 to '
-    "1.0 (float)",
-    "offload_activations": "True or False",
+    "tile": "None or a number of tokens, 0 for never",
+    "activation_memory": "None or a fraction from 0.0 to 1.0, or a larger number of "
+    "bytes",
 }
 
 
@@ -193,7 +169,7 @@ def test_wrong_value(name, value):
 
 
 def test_every_option_has_a_wrong_value_here():
-    set_by_others = ("local_view", "mixers")
+    set_by_others = ("local_view", "mixers", "mode", "computes")
     fields = [x for x in Options.__dataclass_fields__ if x not in set_by_others]
     assert list(WRONG) == list(NEEDED) == fields
 
@@ -201,14 +177,15 @@ def test_every_option_has_a_wrong_value_here():
 @pytest.mark.parametrize(
     ("given", "attention", "mixers"),
     [
-        ("ring", Strategy.RING, None),
+        *((x, Strategy(x), None) for x in ("ring", "all_gather", "ulysses", "hybrid")),
+        ("auto", None, None),
         ("states", None, MixerStrategy.STATES),
-        ({"attention": "ulysses", "mixers": "exchange"}, Strategy.ULYSSES,
-         MixerStrategy.EXCHANGE),
-        ({"mixers": "gather"}, None, MixerStrategy.GATHER),
-        ({"attention": "auto", "mixers": None}, None, None),
+        ("ulysses, exchange", Strategy.ULYSSES, MixerStrategy.EXCHANGE),
+        ("gather,ring", Strategy.RING, MixerStrategy.GATHER),
+        ("auto, states", None, MixerStrategy.STATES),
+        ("auto, auto", None, None),
     ],
-)  # fmt: skip
+)
 def test_strategies_of_attention_and_of_mixers(given, attention, mixers):
     parsed = parse_options({"strategy": given})
     assert (parsed.strategy, parsed.mixers) == (attention, mixers)
@@ -236,9 +213,8 @@ def test_the_message_reaches_the_user():
         fill(text, 80),
         """\
 backend='cp' raised: OptionError: unknown option 'stratgy' of backend="cp"; did
-you mean 'strategy'? The options are: activation_memory, axis, gather_outputs,
-grad_sync, inner, layout, mesh, mode, offload_activations, outputs, repeat,
-shard, strategy, strict, tile.""",
+you mean 'strategy'? The options are: activation_memory, axis, grad_sync, inner,
+layout, mesh, shard, strategy, strict, tile.""",
     )
 
 
@@ -252,11 +228,8 @@ def test_fingerprints_tell_options_apart(mesh):
         "strict": False,
         "inner": "aot_eager",
         "grad_sync": "none",
-        "gather_outputs": False,
-        "outputs": ["loss"],
         "tile": 9,
         "activation_memory": 0.5,
-        "offload_activations": True,
     }
     texts = {
         parse_options({name: value}).fingerprint() for name, value in given.items()

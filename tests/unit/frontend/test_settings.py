@@ -12,17 +12,23 @@ from cpcompile.settings import setting, setting_names
 from tests.golden.capture import fake_group
 
 AUTOMATIC = (
-    "check_ranks", "gradient_bucket_megabytes", "hardware", "memory_budget", "profile",
-    "step_kernel", "tile_megabytes", "unroll",
+    "check_ranks", "gather_outputs_megabytes", "gradient_bucket_megabytes", "hardware",
+    "inductor_mode", "memory_budget", "outputs", "profile", "step_kernel",
+    "tile_megabytes", "unroll",
 )  # fmt: skip
 WRONG = {
     "agreement_timeout_seconds": ["60", 0, float("nan"), True, None],
     "check_overlap": [1, None],
     "check_ranks": [-1, True, False, 1.0, 10_001, "every"],
     "eager_strategy": ["ulysses", "split_kv", "auto"],
+    "fold_repeated_blocks": [0, None, "auto"],
+    "gather_outputs_megabytes": [-1, True, False, "no", float("nan")],
     "gradient_bucket_megabytes": [-1, True, "25"],
     "hardware": [3, ""],
+    "inductor_mode": ["", 3, True],
     "memory_budget": [0, -1, 1e9, True, "1GB"],
+    "offload_activations": [1, "cpu", None],
+    "outputs": [[], "loss", [1], {"loss"}],
     "profile": ["", 3, True],
     "step_kernel": [["triton"], "cudnn"],
     "tie_fraction": [None, -0.1],
@@ -36,9 +42,15 @@ NEEDED = {
     "check_overlap": "True or False",
     "check_ranks": '"auto", "first", or a number of calls up to 10000, 0 for never',
     "eager_strategy": "one of 'ring', 'all_gather'",
+    "fold_repeated_blocks": "True or False",
+    "gather_outputs_megabytes": '"auto" or a number of megabytes, 0 for none, '
+    "math.inf for all",
     "gradient_bucket_megabytes": '"auto" or a number of megabytes, 0 for none',
     "hardware": '"auto", the name of a profile, or the path of a .json file',
+    "inductor_mode": '"auto" or the name of a mode of Inductor',
     "memory_budget": '"auto" or a positive number of bytes',
+    "offload_activations": "True or False",
+    "outputs": '"auto" or a list of names of results',
     "profile": "None or a path",
     "step_kernel": "one of 'auto', 'triton', 'aten_flash', 'aten_math'",
     "tie_fraction": "a number that is not negative, such as 0.05",

@@ -1,5 +1,6 @@
 """Threads that are the ranks of one group, with a store of their own."""
 
+import functools
 import itertools
 import threading
 from typing import ClassVar
@@ -8,56 +9,55 @@ import pytest
 import torch.distributed as dist
 
 from cpcompile import config
-from cpcompile.ranks import text_exchange
+from cpcompile.ranks import agreement, meetings
+from cpcompile.ranks.meetings import Meetings
 
 _names = itertools.count()
 
 
 class Group:
-    """What the exchanges ask of a process group."""
+    """What the ranks ask of a process group."""
 
     def __init__(self, rank, size, name):
         self.rank, self.size = (lambda: rank), (lambda: size)
         self.group_name = name
 
 
-class Watch:
-    """Sees the ranks in `ended` as gone."""
+class Ended:
+    """The ranks that have ended, and how."""
 
-    ended: ClassVar[dict[int, str]] = {}
+    ranks: ClassVar[dict[int, str]] = {}
 
-    def __init__(self, group):
-        pass
-
-    def gone(self, ranks):
-        return {r: self.ended[r] for r in ranks if r in self.ended}
-
-
-class NoMeetings:
-    """Ranks that do nothing together but talk; see rendezvous.py."""
-
-    def check(self, doing):
-        pass
+    @classmethod
+    def watch(cls):
+        return lambda ranks: {r: cls.ranks[r] for r in ranks if r in cls.ranks}
 
 
 @pytest.fixture
 def talk(monkeypatch):
     """talk(fn, ranks): what `fn(group)` returns or raises on each of these ranks.
 
-    Of `size` ranks, or of all; `seconds` is the timeout of an agreement.
+    Of `size` ranks, or of all; `seconds` is the timeout of an agreement and of a call.
+    A group of one name keeps its meetings.
     """
     store = dist.HashStore()
-    monkeypatch.setattr(text_exchange, "get_default_store", lambda: store)
-    monkeypatch.setattr(text_exchange, "announce", lambda: None)
-    monkeypatch.setattr(text_exchange, "Watch", Watch)
-    monkeypatch.setattr(text_exchange, "rendezvous_of", lambda group: NoMeetings())
-    monkeypatch.setattr(text_exchange, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(text_exchange.dist, "get_backend", lambda group: "gloo")
-    monkeypatch.setattr(Watch, "ended", {})
+    monkeypatch.setattr(meetings, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(meetings.dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(Ended, "ranks", {})
+
+    @functools.cache
+    def meetings_of(name, rank, size, seconds):
+        own = dist.PrefixStore(name, store)
+        return Meetings(own, name, rank, size, seconds, Ended.watch)
 
     def run(fn, ranks, size=None, seconds=20.0, name=None):
         name = name or f"group {next(_names)}"
         results = dict.fromkeys(ranks)
+
+        def of(group):
+            return meetings_of(name, group.rank(), group.size(), seconds)
+
+        monkeypatch.setattr(agreement, "meetings_of", of)
 
         def rank(index):
             try:
@@ -74,5 +74,5 @@ def talk(monkeypatch):
             thread.join()
         return list(results.values())
 
-    run.store = store
+    run.store, run.meetings_of = store, meetings_of
     return run

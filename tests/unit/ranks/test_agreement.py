@@ -26,33 +26,34 @@ def description(**changes):
     return items | {"graph": "0123456789ab"} | changes
 
 
-def test_equal_descriptions_do_not_differ():
-    assert _differences([description()] * 4) == {}
+RING = {"options": "strategy=Strategy.RING"}
+OTHER = {"graph": "ba9876543210"}
 
 
-def test_every_value_is_named_with_its_first_rank():
-    seen = [
-        description(),
-        description(graph="ba9876543210"),
-        description(options="strategy=Strategy.RING", graph="ba9876543210"),
-        description(options="strategy=Strategy.RING"),
-    ]
-    assert _differences(seen) == {
-        "options": "rank 0 has strategy=None, rank 2 has strategy=Strategy.RING",
-        "graph": "rank 0 has 0123456789ab, rank 1 has ba9876543210",
-    }
-
-
-def test_an_input_that_one_rank_has_not():
-    fewer = description()
-    del fewer["input l_x_"]
-    text = "rank 0 has torch.float32 [2, 16], rank 1 has nothing"
-    assert _differences([description(), fewer]) == {"input l_x_": text}
-
-
-def test_an_input_that_only_a_later_rank_has():
-    more = description(**{"input l_y_": "torch.int64 [3]"})
-    assert len(_differences([description(), more])) == 1
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ([{}, {}, {}, {}], {}),
+        (
+            [{}, OTHER, RING | OTHER, RING],
+            {
+                "options": "rank 0 has strategy=None, rank 2 has "
+                "strategy=Strategy.RING",
+                "graph": "rank 0 has 0123456789ab, rank 1 has ba9876543210",
+            },
+        ),
+        (
+            [{}, {"input l_y_": "int64 [3]"}],
+            {"input l_y_": "rank 0 has nothing, rank 1 has int64 [3]"},
+        ),
+        (
+            [{"input l_y_": "int64 [3]"}, {}],
+            {"input l_y_": "rank 0 has int64 [3], rank 1 has nothing"},
+        ),
+    ],
+)
+def test_every_value_is_named_with_its_first_rank(changes, texts):
+    assert _differences([description(**change) for change in changes]) == texts
 
 
 def compare(*descriptions):
@@ -134,7 +135,7 @@ class Final(Exception):
     """What no other attempt fixes."""
 
 
-def attempts(*makes, then=None):
+def attempts(*makes):
     """Every rank attempts what `makes` has for it, then all compare once more."""
 
     def each(group):
@@ -142,7 +143,7 @@ def attempts(*makes, then=None):
             made = makes[group.rank()]
             if isinstance(made, BaseException):
                 raise made
-            return made, then or {}, f"remark of {made}"
+            return made, {}
 
         found = attempt(group, make, (Final,), "compiles forward")
         check_agreement(group, {})  # the ranks have talked equally often
@@ -153,11 +154,6 @@ def attempts(*makes, then=None):
 
 def test_an_attempt_that_all_ranks_make(talk):
     assert talk(attempts("a", "a"), range(2)) == [Attempt("a")] * 2
-
-
-def test_remarks_may_differ(talk):
-    first, second = talk(attempts("a", "b"), range(2))
-    assert (first.made, first.alike, second.alike) == ("a", False, False)
 
 
 def test_an_attempt_that_one_rank_cannot_make(talk):
@@ -210,7 +206,7 @@ def test_an_interrupted_rank_does_not_wait(talk):
 def test_plans_that_differ_are_no_attempt(talk):
     def each(group):
         items = {"plan of call 0 at layers.0": ("ring", "ulysses")[group.rank()]}
-        return attempt(group, lambda: ("a", items, ""), (), "compiles forward")
+        return attempt(group, lambda: ("a", items), (), "compiles forward")
 
     for outcome in talk(each, range(2)):
         assert type(outcome) is RankMismatchError
@@ -225,7 +221,7 @@ def test_a_failure_is_heard_in_the_middle_of_an_attempt(talk):
             if group.rank() == 1:
                 raise MemoryError("2 GiB")
             check_agreement(group, {"plan": "ring"}, "compiles forward")
-            return "never", {}, ""
+            return "never", {}
 
         found = attempt(group, make, (), "compiles forward")
         check_agreement(group, {})
@@ -241,7 +237,7 @@ def test_a_long_error_is_cut(talk):
 
 
 def test_one_rank_has_nobody_to_ask(talk, monkeypatch):
-    monkeypatch.setattr("cpcompile.ranks.text_exchange.get_default_store", lambda: None)
+    monkeypatch.setattr("cpcompile.ranks.meetings.get_default_store", lambda: None)
     assert talk(compare(description()), [0]) == [None]
     assert talk(attempts("a"), [0]) == [Attempt("a")]
 

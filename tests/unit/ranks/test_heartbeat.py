@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from cpcompile.ranks import heartbeat
-from cpcompile.ranks.heartbeat import Watch, _started, announce
+from cpcompile.ranks.heartbeat import _started, announce, watch
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def store(monkeypatch):
 
 
 def test_a_rank_that_has_not_written_is_not_gone(store):
-    assert Watch(None).gone([0, 1]) == {}
+    assert watch(None)([0, 1]) == {}
 
 
 def test_a_process_of_this_host(store):
@@ -32,31 +32,31 @@ def test_a_process_of_this_host(store):
     assert started
     store.set("1", f"{heartbeat._host()} {process.pid} {started} 0")
     store.set("2", f"{heartbeat._here()} 0")
-    watch = Watch(None)
-    assert watch.gone([1, 2]) == {}
+    gone = watch(None)
+    assert gone([1, 2]) == {}
     process.kill()
     while _started(process.pid):  # it ends soon, and stays a zombie until it is read
         time.sleep(0.01)
     why = f"its process {process.pid} on this host has ended"
-    assert watch.gone([1, 2]) == {1: why}
+    assert gone([1, 2]) == {1: why}
     process.wait()
-    assert watch.gone([1, 2]) == {1: why}
+    assert gone([1, 2]) == {1: why}
 
 
 def test_another_process_with_the_same_number(store):
     store.set("1", f"{heartbeat._host()} {os.getpid()} 1 0")
-    assert list(Watch(None).gone([1])) == [1]
+    assert list(watch(None)([1])) == [1]
 
 
 def test_a_silent_rank_of_another_host(store, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.05)
-    watch = Watch(None)
+    gone = watch(None)
     for beat in range(3):
         store.set("1", f"elsewhere/pid 7 99 {beat}")
         time.sleep(0.06)
-        assert watch.gone([1]) == {}
+        assert gone([1]) == {}
     time.sleep(0.06)
-    assert watch.gone([1]) == {1: "it gave no sign of life for 0.05 s"}
+    assert gone([1]) == {1: "it gave no sign of life for 0.05 s"}
 
 
 def beating():

@@ -186,7 +186,7 @@ def least():
     """
     model, tokens = stack(dropout=0.5)
     with pytest.raises(Exception, match="activation_memory") as caught:
-        Compiled(model, 1).step(tokens)
+        Compiled(model, 2).step(tokens)
     text = str(caught.value)
     return int(text.split("at least ")[1].split(" bytes")[0]), text
 

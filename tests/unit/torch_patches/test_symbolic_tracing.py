@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile.errors import InputError
 from cpcompile.ranks import agreement
-from cpcompile.ranks.text_exchange import Message
+from cpcompile.ranks.agreement import Message
 from cpcompile.torch_patches import symbolic_tracing
 
 
@@ -22,7 +22,7 @@ def told(monkeypatch):
 
     def exchange(group, message, *waits):
         messages.append(message)
-        return [message, Message("[]")]
+        return [message, Message(message.text)]
 
     monkeypatch.setattr(agreement, "exchange", exchange)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -75,7 +75,7 @@ def test_other_ranks_failed(told, caplog, monkeypatch):
 
 
 def test_other_guards_on_another_rank(told, caplog, monkeypatch):
-    monkeypatch.setattr(agreement, "_compare", lambda *given: False)
+    monkeypatch.setattr(agreement, "all_equal", lambda *given: False)
     with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
         assert attempt(lambda: ("compiled", {})) is None
     assert "the ranks need different guards on it" in caplog.text

@@ -102,10 +102,10 @@ def test_nan_and_missing_are_wrong_and_come_first():
 def test_what_to_try():
     """By what differs, without what was tried."""
     assert _advice(list(RIGHT), None, {}) == ()
-    tried = {"repeat": False, "layout": "contiguous"}
+    compilers = ["inner", "unroll", "fold_repeated_blocks"]
     for options, names in (
-        ({}, ["inner", "unroll", "repeat", "layout"]),
-        (tried, ["inner", "unroll"]),
+        ({}, [*compilers, "layout"]),
+        ({"layout": "contiguous"}, compilers),
         ({"inner": "aot_eager"}, ["layout"]),
     ):
         *found, report_it = _advice([WRONG], None, options)
