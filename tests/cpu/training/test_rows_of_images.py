@@ -9,7 +9,6 @@ import torch
 import torch.nn as nn
 
 from cpcompile.accounting.graph_account import Purpose
-from cpcompile.reporting.account_lines import work_ratio
 from cpcompile.reporting.graph_report import GraphReport
 from tests.cpu.against_one_process import compare_calls
 from tests.cpu.on_ranks import on_ranks
@@ -43,7 +42,7 @@ def compared(
     report = found.reports[0]
     if most_work is not None:
         assert found.warnings == []
-        assert work_ratio(report.accounts) < most_work
+        assert report.account.work().ratio < most_work
     return report
 
 
