@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile.compile import aot_eager, inner_compilers
+from cpcompile.compile import inner_compilers
 from cpcompile.passes.joint.tiling.tile_tokens import tile_tokens
 from cpcompile.torch_patches import dead_collectives
 from tests.golden.capture import fake_group
@@ -54,7 +54,7 @@ def llama(layers):
 def graphs(make, layers, **options):
     """Forward and backward of a training step of one rank."""
     found = []
-    real = inner_compilers.aot_eager
+    real = inner_compilers._aot_eager
 
     def compiled(*args):
         with dead_collectives.partitions() as parts:
@@ -68,7 +68,7 @@ def graphs(make, layers, **options):
         ids = torch.zeros(1, S, dtype=torch.long)
         given = {"mesh": mesh, "inner": "aot_eager", "outputs": ["loss"]}
         step = torch.compile(model, backend="cp", options=given | options)
-        watched = mock.patch.object(inner_compilers, "aot_eager", compiled)
+        watched = mock.patch.object(inner_compilers, "_aot_eager", compiled)
         with watched, pytest.raises(_Compiled):
             step(**{name: ids, "labels": ids})
     ((forward, backward),) = found
@@ -117,7 +117,7 @@ def test_nothing_is_of_the_whole_sequence(make, options):
 
 def test_the_check_finds_a_table(monkeypatch):
     """Without the pass the angles of rotary embeddings are of all tokens."""
-    monkeypatch.setattr(aot_eager, "JOINT", (tile_tokens,))
+    monkeypatch.setattr(inner_compilers, "JOINT", (tile_tokens,))
     forward, _ = graphs(llama, 1)
     tables = [x for _, x in values(forward) if is_whole(x) and x.dtype not in OF_IDS]
     assert tables
