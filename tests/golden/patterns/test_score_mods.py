@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
 
 from cpcompile.reporting.graph_report import recording
-from tests.golden.capture import capture, changes, fake_group
+from tests.golden.capture import capture, changes
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV
 from tests.support.forms.attention_pattern_forms import Model
@@ -14,18 +13,10 @@ from tests.support.forms.flex_forms import (
     CALLS_OF_LAYER,
     LENGTH,
     SCORE_MODS,
-    gradients_on_cpu,
 )
 from tests.support.score_programs import text_of
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of 2."""
-    with fake_group(ranks=2), gradients_on_cpu():
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 def by_head(q, k, v, weight):
