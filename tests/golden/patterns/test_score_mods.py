@@ -35,32 +35,23 @@ def test_graph(mesh):
     assert_golden(
         changes(found["decompose_flex_attention"]),
         """\
-- flex_attention = flex_attention(l_q_, l_k_, l_v_, score_mod_0, (1, 1, child, child_1,
-    None, None, q_num_blocks, q_indices, None, None, None, None, None, None, 1073741824,
-    1073741824, mask_fn_0), 0.353553, {'BACKEND': 'AUTO', 'PRESCALE_QK': False,
-    'ROWS_GUARANTEED_SAFE': False, 'BLOCKS_ARE_CONTIGUOUS': False, 'WRITE_DQ': True,
-    'OUTPUT_LOGSUMEXP': False, 'OUTPUT_MAX': False}, (l_weight_,), ())
-- out_1 = flex_attention[0]
-- return (out_1,)
 + reshape_4 = reshape(l_weight_, (-1,))
 + to_3 = to(reshape_4, torch.float32)
 + cat = cat([to_3])
 + reshape_5 = reshape(cat, (1, 1, -1))
 + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.353553, score_mod=<text of
     28 lines>, values=reshape_5)
-+ return (plain_attention,)""",
+~ return: flex_attention[0] -> plain_attention
+- flex_attention""",
     )
     assert_golden(
         changes(found["insert_attention"]),
         """\
-- plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.353553, score_mod=<text of
-    28 lines>, values=reshape_5)
-- return (plain_attention,)
 + ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, [reshape_5],
     sizes=[17, 17], spec='scale=0.353553 +bias score_mod=<text of 28 lines>',
     group=GROUP)
-+ getitem_5 = ring_attention_default[0]
-+ return (getitem_5,)""",
+~ return: plain_attention -> ring_attention_default[0]
+- plain_attention""",
     )
 
 
