@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,13 @@ from cpcompile.passes.graph.readable import readable
 from cpcompile.passes.model.masks import constant_buffers
 from cpcompile.passes.pipeline import MODEL
 from cpcompile.ranks import layout_marks
-from tests.golden.golden_text import bare_calls, golden_text, lines_with
+from tests.golden.golden_text import (
+    bare_calls,
+    difference,
+    golden_text,
+    lines_with,
+    lines_without,
+)
 from tests.support.settings import split
 
 RANKS = 8
@@ -239,11 +244,15 @@ def body(captured: Capture) -> str:
     return bare_calls(captured.text)
 
 
+def inside(captured: Capture) -> str:
+    """The body without the calls that take tensors in and out."""
+    edges = ("= cp_shard(l_", "= cp_replicate(l_", "= cp_gather(", "return (")
+    return lines_without(body(captured), *edges)
+
+
 def changes(step: Step) -> str:
-    """The lines that a pass took away (-) and wrote (+), without shapes."""
-    before, after = (bare_calls(x).splitlines() for x in (step.before, step.after))
-    lines = difflib.ndiff(before, after)
-    return "\n".join(x for x in lines if x.startswith(("- ", "+ ")))
+    """What a pass wrote, gave other operands and took away, without shapes."""
+    return difference(bare_calls(step.before), bare_calls(step.after))
 
 
 def without_lines(text: str) -> str:

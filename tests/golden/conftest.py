@@ -30,11 +30,15 @@ def groups_of_a_file() -> Iterator[None]:
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Rank 1 of a mesh (cp=8)."""
+def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
+    """Rank 1 of a mesh (cp=8).
+
+    A file has another number of ranks in MESH_RANKS, a test in an indirect parameter.
+    """
     torch.manual_seed(0)
-    with fake_group():
-        yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    ranks = getattr(request, "param", getattr(request.module, "MESH_RANKS", RANKS))
+    with fake_group(ranks=ranks):
+        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
 
 
 @pytest.fixture
@@ -43,11 +47,3 @@ def mesh_2d() -> Iterator[DeviceMesh]:
     torch.manual_seed(0)
     with fake_group():
         yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "cp"))
-
-
-@pytest.fixture
-def mesh_of(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
-    """Rank 1 of a mesh of so many ranks: parametrize it, indirect."""
-    torch.manual_seed(0)
-    with fake_group(ranks=request.param):
-        yield init_device_mesh("cpu", (request.param,), mesh_dim_names=("cp",))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import re
-from textwrap import TextWrapper
+from collections.abc import Mapping
+from textwrap import TextWrapper, indent
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
@@ -17,6 +19,8 @@ WIDTH = 88  # that of all code
 LOCAL_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.detach.default)
 # What is not broken: the comment, where='a text', [2, 16] and (2, 16).
 _UNBROKEN = re.compile(r"  # .*|='[^']*'|\[[^\[\]]{,60}\]|(?<=[ (])\([^()]{,60}\)")
+
+_PART = re.compile(r"^ *(\w+) = (\w+\[\d+\])(?:\n|$)", re.MULTILINE)
 
 
 def golden_text(graph: fx.Graph) -> str:
@@ -44,26 +48,86 @@ def lines_without(text: str, *words: str) -> str:
     return "\n".join(x for x in text.splitlines() if not any(w in x for w in words))
 
 
-def renumbered(text: str, base: str) -> str:
-    """With names that begin so numbered in their order, whatever stands between.
-
-    A name with "_unsafe" in front counts as one without.
-    """
-    text = re.sub(rf"\b_unsafe_{base}\(", f"{base}(", text)
-    names = re.findall(rf"\b(?:_unsafe_)?{base}(?:_\d+)?\b(?!\()", text)
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-
-    def new(found: re.Match[str]) -> str:
-        number = numbers[found[0]]
-        return f"{base}_{number}" if number else base
-
-    return re.sub(rf"\b(?:_unsafe_)?{base}(?:_\d+)?\b(?!\()", new, text)
-
-
 def bare_calls(text: str) -> str:
-    """The lines without inputs and shapes."""
+    """The lines without inputs and shapes; parts of tuples have no lines either."""
     lines = (x.split("  # ")[0] for x in text.splitlines())
-    return "\n".join(x for x in lines if not x.endswith(" = input"))
+    text = "\n".join(x for x in lines if not x.endswith(" = input"))
+    for part in _PART.finditer(text):
+        if len(re.findall(rf"^ *{part[1]} = ", text, re.MULTILINE)) == 1:
+            text = text.replace(part[0], "", 1)
+            text = re.sub(rf"\b{part[1]}\b(?!\()", part[2], text)
+    return text
+
+
+def table(texts: Mapping[str, str]) -> str:
+    """The texts of several cases, each behind or under its name."""
+    return "\n".join(
+        f"{name}: {text}" if text.count("\n") == 0 else f"{name}:\n{indent(text, '  ')}"
+        for name, text in texts.items()
+    )
+
+
+def difference(before: str, after: str) -> str:
+    """The calls that a pass wrote (+), gave other operands (~) and took away (-).
+
+    Of the last ones only the functions are named, in their order.
+    """
+    old, new = (
+        {call.name: call for call in map(_Call.of, text.splitlines())}
+        for text in (before, after)
+    )
+    lines = []
+    for name, call in new.items():
+        was = old.get(name)
+        if was is None or was.function != call.function:
+            lines.append(f"+ {call.line}")
+        elif was.operands != call.operands:
+            lines.append(f"~ {name}: {_replaced(was.operands, call.operands)}")
+    gone = [
+        call.function
+        for name, call in old.items()
+        if name not in new or new[name].function != call.function
+    ]
+    return "\n".join([*lines, *([f"- {', '.join(gone)}"] if gone else [])])
+
+
+class _Call(NamedTuple):
+    """A line of a graph."""
+
+    line: str
+    name: str
+    function: str
+    operands: list[str]
+
+    @staticmethod
+    def of(line: str) -> _Call:
+        name, _, right = line.strip().partition(" = ")
+        if line.startswith("return "):
+            name, right = "return", line.replace(" ", "", 1).replace(",)", ")")
+        found = re.match(r"\.?([\w.]+)\((.*)\)$", right)
+        if found is None:  # an index or an attribute
+            return _Call(line, name, "getitem" if "[" in right else right, [right])
+        return _Call(line, name, found[1], _split(found[2]))
+
+
+def _split(operands: str) -> list[str]:
+    """At the commas that are in no brackets and no texts."""
+    parts, depth, is_text = [""], 0, False
+    for letter in operands:
+        is_text ^= letter == "'"
+        depth += 0 if is_text else (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0 and not is_text:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [x.strip() for x in parts]
+
+
+def _replaced(old: list[str], new: list[str]) -> str:
+    if len(old) != len(new):
+        return f"({', '.join(old)}) -> ({', '.join(new)})"
+    pairs = (f"{x} -> {y}" for x, y in zip(old, new, strict=True) if x != y)
+    return ", ".join(dict.fromkeys(pairs))
 
 
 def _says_nothing(node: fx.Node) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -36,14 +39,6 @@ def traced(
     group of consecutive ranks of a hybrid, whose mesh has two axes then.
     """
     rank, ranks = place or (1, 2)
-    graphs = {}
-
-    def keep(name):
-        def compiler(gm, _):
-            graphs[name] = gm.graph
-            return make_boxed_func(gm.forward)
-
-        return compiler
 
     def attend(q, k, v):
         for _ in range(layers):
@@ -52,14 +47,8 @@ def traced(
             )
         return q
 
-    compiler = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
     options = {"inner": "aot_eager", "strategy": strategy}
-    with (
-        fake_group(rank, ranks),
-        mock.patch.object(
-            inner_compilers, "_aot_eager", lambda gm, given, *_: compiler(gm, given)
-        ),
-    ):
+    with fake_group(rank, ranks), kept_graphs() as (graphs, _):
         mesh, axis = _mesh(ranks, inner)
         options["axis"] = axis
         qkv = (
@@ -68,9 +57,29 @@ def traced(
         )
         step = torch.compile(attend, backend="cp", fullgraph=True, options=options)
         step(*qkv).sum().backward()
-    for graph in graphs.values():
+    for graph in graphs:
         name_operands(graph)
-    return graphs["forward"], graphs["backward"]
+    forward, backward = graphs
+    return forward, backward
+
+
+@contextmanager
+def kept_graphs() -> Iterator[tuple[list[fx.Graph], Callable[..., Any]]]:
+    """The graphs that AOTAutograd makes, forward first, and a backend that keeps them.
+
+    It takes the place of "aot_eager" behind backend="cp".
+    """
+    graphs: list[fx.Graph] = []
+
+    def keep(gm: fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm.graph)
+        return make_boxed_func(gm.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    with mock.patch.object(
+        inner_compilers, "_aot_eager", lambda gm, inputs, *_: backend(gm, inputs)
+    ):
+        yield graphs, backend
 
 
 def name_operands(graph: fx.Graph) -> None:
@@ -113,3 +122,10 @@ def text(graph: fx.Graph) -> str:
     text = re.sub(r" of the \w+ward of ring attention,", ",", golden_text(graph))
     text = re.sub(r"(?<!cp\.)\b(ring|attention)_(?=shift|wait|step)", "", text)
     return lines_without(text, " = input")
+
+
+def brief(*graphs: fx.Graph) -> str:
+    """Their texts, without what all calls have: the group, the scale and the kernel."""
+    code = "\n---\n".join(map(text, graphs))
+    code = re.sub(r",? (spec='scale=0.5'|kernel='\w+'|group=GROUP)(?=[,)])", "", code)
+    return code.replace("_scaled_dot_product_flash_attention_for_cpu", "flash")

@@ -1,5 +1,7 @@
 """Graphs before and after `send_in_buckets`, and twins that stay as they are."""
 
+import itertools
+
 import torch
 from torch._inductor.fx_passes import bucketing
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -7,15 +9,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cpcompile.compile.compile_local import _Buckets
 from cpcompile.passes.graph.subgraph_calls import call_subgraph
 from cpcompile.passes.local.send_in_buckets import send_in_buckets
-from tests.golden.golden_text import assert_golden
+from tests.golden.golden_text import assert_golden, table
 
 c10d = torch.ops._c10d_functional
+NAMES = {
+    "wait_tensor": "wait",
+    "reduce_scatter_tensor": "scatter",
+    "all_gather_into_tensor": "gather",
+    "all_gather_into_tensor_out": "gather out",
+}
 
 
 def calls(function, *inputs, megabytes=512e-6, join=None):
     """Products, and what is exchanged, in the order of the graph after the pass.
 
-    join: does the same as the pass, in its place.
+    Equal ones in a row are counted. join: does the same as the pass, in its place.
     """
     module = make_fx(function, tracing_mode="fake")(*inputs)
     if join is None:
@@ -28,8 +36,9 @@ def calls(function, *inputs, megabytes=512e-6, join=None):
         name = str(node.target).split(".")[1:2]
         if name == ["mm"] or "_c10d_functional" in str(node.target):
             numel = node.all_input_nodes[0].meta["val"].numel()
-            lines.append(f"{name[0]} of {numel}")
-    return "\n".join(lines)
+            lines.append(f"{NAMES.get(name[0], name[0])}({numel})")
+    runs = ((line, len(list(run))) for line, run in itertools.groupby(lines))
+    return ", ".join(line if n == 1 else f"{n} x {line}" for line, n in runs)
 
 
 def group():
@@ -65,45 +74,85 @@ def backward(reduce):
     return run
 
 
-def test_gradients_leave_while_others_are_computed(mesh):
-    assert_golden(
-        calls(backward(summed), torch.ones(8, 8), *WEIGHTS),
-        """\
-mm of 64
-mm of 64
-all_reduce of 128
-mm of 64
-mm of 64
-all_reduce of 128
-mm of 64
-all_reduce of 64
-wait_tensor of 128
-wait_tensor of 128
-wait_tensor of 64""",
-    )
+def through_a_wide_layer(x, first, wide, last):
+    """A gradient as large as a bucket travels alone."""
+    found = []
+    for weight in (first, wide, last):
+        x = x @ weight
+        found.append(x)
+    return [summed(x) for x in found]
 
 
-def test_torchs_own_buckets_wait_for_the_last_gradient(mesh):
-    """If this fails, torch's pass may do, see docs/internals/torch_has.md."""
+def forward(x, *shards):
+    for shard in shards:
+        x = x @ gathered(shard)
+    return x
+
+
+def computed_with(x, weight):
+    """A sum, which stays."""
+    return summed(x @ weight) @ weight
+
+
+def gathered_result(x, weight):
+    """A gather of what is computed, which stays."""
+    y = x @ weight
+    z = x @ x.T
+    return gathered(y) @ y.T, z
+
+
+def cast_and_scaled(x, first, second):
+    """Casts and factors of gradients come with them."""
+    y = x @ first
+    return summed(y).to(torch.bfloat16) * 2, summed(y @ second) / 3
+
+
+X = torch.ones(8, 8)
+WIDE = (torch.ones(8, 8), torch.ones(8, 16), torch.ones(16, 8))
+SHARDS = [torch.ones(1, 8) for _ in range(6)]
+PROGRAMS = {
+    "while others are computed": (backward(summed), (X, *WEIGHTS), {}),
+    # If this one changes, torch's pass may do, see docs/internals/torch_has.md.
+    "torch's own buckets": (
+        backward(summed),
+        (X, *WEIGHTS),
+        {"join": bucketing.bucket_all_reduce},
+    ),
+    "one bucket": (backward(summed), (X, *WEIGHTS), {"megabytes": 25.0}),
+    "a large gradient": (through_a_wide_layer, (X, *WIDE), {}),
+    "zero joins nothing": (backward(summed), (X, *WEIGHTS), {"megabytes": 0.0}),
+    "two on their way": (backward(scattered), (X, *WEIGHTS), {"megabytes": 256e-6}),
+    "two buckets ahead": (forward, (X, *SHARDS), {}),
+    "computed with": (computed_with, (X, WEIGHTS[0]), {}),
+    "gathered result": (gathered_result, (torch.ones(4, 8), WEIGHTS[0]), {}),
+    "cast and scaled": (cast_and_scaled, (X, *WEIGHTS[:2]), {"megabytes": 0.0}),
+}
+
+
+def test_the_order_of_calls(mesh):
+    """Gradients leave while others are computed, and torch's own wait for the last."""
+    texts = {
+        name: calls(fn, *inputs, **options)
+        for name, (fn, inputs, options) in PROGRAMS.items()
+    }
     assert_golden(
-        calls(
-            backward(summed),
-            torch.ones(8, 8),
-            *WEIGHTS,
-            join=bucketing.bucket_all_reduce,
-        ),
+        table(texts),
         """\
-mm of 64
-mm of 64
-mm of 64
-mm of 64
-mm of 64
-all_reduce of 128
-wait_tensor of 128
-all_reduce of 128
-wait_tensor of 128
-all_reduce of 64
-wait_tensor of 64""",
+while others are computed: 2 x mm(64), all_reduce(128), 2 x mm(64), all_reduce(128),
+    mm(64), all_reduce(64), 2 x wait(128), wait(64)
+torch's own buckets: 5 x mm(64), all_reduce(128), wait(128), all_reduce(128), wait(128),
+    all_reduce(64), wait(64)
+one bucket: 5 x mm(64), all_reduce(320), wait(320)
+a large gradient: 2 x mm(64), all_reduce(128), mm(128), all_reduce(128), 2 x wait(128)
+zero joins nothing: mm(64), all_reduce(64), mm(64), all_reduce(64), mm(64),
+    all_reduce(64), mm(64), all_reduce(64), mm(64), all_reduce(64), 5 x wait(64)
+two on their way: mm(64), scatter(64), mm(64), scatter(64), mm(64), wait(8),
+    scatter(64), mm(64), wait(8), scatter(64), mm(64), scatter(64), 3 x wait(8)
+two buckets ahead: 3 x gather out(16), wait(128), 2 x mm(64), wait(128), 2 x mm(64),
+    wait(128), 2 x mm(64)
+computed with: mm(64), all_reduce(64), wait(64), mm(64)
+gathered result: 2 x mm(32), gather(32), wait(256), mm(256)
+cast and scaled: mm(64), all_reduce(64), mm(64), all_reduce(64), 2 x wait(64)""",
     )
 
 
@@ -142,165 +191,8 @@ _c10d_functional.all_reduce.default""",
     )
 
 
-def test_gradients_of_one_bucket_leave_at_the_end(mesh):
-    found = calls(backward(summed), torch.ones(8, 8), *WEIGHTS, megabytes=25.0)
-    assert_golden(
-        found,
-        """\
-mm of 64
-mm of 64
-mm of 64
-mm of 64
-mm of 64
-all_reduce of 320
-wait_tensor of 320""",
-    )
-
-
-def test_a_gradient_as_large_as_a_bucket_travels_alone(mesh):
-    def run(x, first, wide, last):
-        found = []
-        for weight in (first, wide, last):
-            x = x @ weight
-            found.append(x)
-        return [summed(x) for x in found]
-
-    weights = [torch.ones(8, 8), torch.ones(8, 16), torch.ones(16, 8)]
-    assert_golden(
-        calls(run, torch.ones(8, 8), *weights),
-        """\
-mm of 64
-mm of 64
-all_reduce of 128
-mm of 128
-all_reduce of 128
-wait_tensor of 128
-wait_tensor of 128""",
-    )
-
-
-def test_zero_joins_nothing(mesh):
-    found = calls(backward(summed), torch.ones(8, 8), *WEIGHTS, megabytes=0.0)
-    assert_golden(
-        found,
-        """\
-mm of 64
-all_reduce of 64
-mm of 64
-all_reduce of 64
-mm of 64
-all_reduce of 64
-mm of 64
-all_reduce of 64
-mm of 64
-all_reduce of 64
-wait_tensor of 64
-wait_tensor of 64
-wait_tensor of 64
-wait_tensor of 64
-wait_tensor of 64""",
-    )
-
-
-def test_two_scattered_buckets_are_on_their_way(mesh):
-    found = calls(backward(scattered), torch.ones(8, 8), *WEIGHTS, megabytes=256e-6)
-    assert_golden(
-        found,
-        """\
-mm of 64
-reduce_scatter_tensor of 64
-mm of 64
-reduce_scatter_tensor of 64
-mm of 64
-wait_tensor of 8
-reduce_scatter_tensor of 64
-mm of 64
-wait_tensor of 8
-reduce_scatter_tensor of 64
-mm of 64
-reduce_scatter_tensor of 64
-wait_tensor of 8
-wait_tensor of 8
-wait_tensor of 8""",
-    )
-
-
-def test_parameters_are_gathered_two_buckets_ahead(mesh):
-    def forward(x, *shards):
-        for shard in shards:
-            x = x @ gathered(shard)
-        return x
-
-    shards = [torch.ones(1, 8) for _ in range(6)]
-    found = calls(forward, torch.ones(8, 8), *shards, megabytes=512e-6)
-    assert_golden(
-        found,
-        """\
-all_gather_into_tensor_out of 16
-all_gather_into_tensor_out of 16
-all_gather_into_tensor_out of 16
-wait_tensor of 128
-mm of 64
-mm of 64
-wait_tensor of 128
-mm of 64
-mm of 64
-wait_tensor of 128
-mm of 64
-mm of 64""",
-    )
-
-
-def test_a_sum_that_is_computed_with_stays(mesh):
-    def run(x, weight):
-        return summed(x @ weight) @ weight
-
-    assert_golden(
-        calls(run, torch.ones(8, 8), torch.ones(8, 8)),
-        """\
-mm of 64
-all_reduce of 64
-wait_tensor of 64
-mm of 64""",
-    )
-
-
-def test_a_gather_of_what_is_computed_stays(mesh):
-    def run(x, weight):
-        y = x @ weight
-        z = x @ x.T
-        return gathered(y) @ y.T, z
-
-    assert_golden(
-        calls(run, torch.ones(4, 8), torch.ones(8, 8)),
-        """\
-mm of 32
-mm of 32
-all_gather_into_tensor of 32
-wait_tensor of 256
-mm of 256""",
-    )
-
-
-def test_casts_and_factors_of_gradients_come_with_them(mesh):
-    def run(x, first, second):
-        y = x @ first
-        return summed(y).to(torch.bfloat16) * 2, summed(y @ second) / 3
-
-    assert_golden(
-        calls(run, torch.ones(8, 8), *WEIGHTS[:2], megabytes=0.0),
-        """\
-mm of 64
-all_reduce of 64
-mm of 64
-all_reduce of 64
-wait_tensor of 64
-wait_tensor of 64""",
-    )
-
-
 def test_padding_that_one_rank_has_changes_no_order(mesh):
-    def forward(pad):
+    def padded_forward(pad):
         def run(x, *shards):
             for shard in shards:
                 x = summed(x @ gathered(pad(shard))) @ x
@@ -314,10 +206,14 @@ def test_padding_that_one_rank_has_changes_no_order(mesh):
     x, wanted = torch.ones(8, 8), torch.ones(2, 8)
     even = [wanted for _ in range(4)]
     last = [torch.ones(1, 8) for _ in range(4)]
-    same = [calls(forward(lambda s: s), x[:, :8].repeat(1, 2), *even, megabytes=0.0)]
-    same.append(calls(forward(padded), x[:, :8].repeat(1, 2), *last, megabytes=0.0))
+    same = [
+        calls(padded_forward(lambda s: s), x[:, :8].repeat(1, 2), *even, megabytes=0.0)
+    ]
+    same.append(
+        calls(padded_forward(padded), x[:, :8].repeat(1, 2), *last, megabytes=0.0)
+    )
     assert same[0] == same[1]
-    assert same[0].startswith("all_gather_into_tensor of 16\n" * 3)
+    assert same[0].startswith("3 x gather(16), ")
 
 
 def test_a_program_with_gathers_is_of_one_rank(mesh):

@@ -70,19 +70,11 @@ def test_the_cheapest_is_chosen(mesh):
 
 
 def test_a_forced_strategy_lists_the_others_all_the_same(mesh):
-    captured = capture(grouped, *make_qkv(), strategy="ring", mesh=mesh, shard=QKV)
-    assert_golden(
-        plans(captured),
-        """\
-<top level>: ring forced, h100_sxm
-  ulysses: 0.391 ms, 0.120 ms exposed, 36.0 MiB, 1 kernels
-  hybrid 2 (ring) in 4: 0.441 ms, 0.103 ms exposed, 60.0 MiB, 8 kernels
-  hybrid 4 in 2 (ring): 0.486 ms, 0.103 ms exposed, 60.0 MiB, 2 kernels
-  all_gather: 0.516 ms, 0.118 ms exposed, 64.0 MiB, 1 kernels
-  hybrid 4 (ring) in 2: 0.562 ms, 0.091 ms exposed, 60.0 MiB, 8 kernels
-  hybrid 2 in 4 (ring): 0.594 ms, 0.091 ms exposed, 60.0 MiB, 4 kernels
-  ring: 0.851 ms, 0.040 ms exposed, 40.0 MiB, 8 kernels""",
+    chosen, forced = (
+        plans(capture(grouped, *make_qkv(), strategy=name, mesh=mesh, shard=QKV))
+        for name in ("auto", "ring")
     )
+    assert forced == chosen.replace("ulysses chosen", "ring forced")
 
 
 def test_sharded_inputs_have_the_same_plan(mesh):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.golden.capture import capture, warnings
-from tests.golden.golden_text import assert_golden
+from tests.golden.golden_text import assert_golden, table
 from tests.support.constant_masks import (
     READ,
     STAYS,
@@ -21,35 +21,33 @@ from tests.support.constant_masks import (
 )
 
 
-def attention(captured):
-    return captured.lines("attn_mask", "cp.ring", "key_ranges")
-
-
 def traced(model, *inputs, mesh):
     captured = capture(model, token_ids(), *inputs, mesh=mesh)
     assert captured.error is None
     return captured
 
 
-def test_a_causal_buffer(mesh):
-    captured = traced(Masked(READ["numbers"][0]), mesh=mesh)
+def test_what_buffers_say(mesh):
+    """Rows of a bias are cut from the buffer."""
+    values = {"causal": READ["numbers"], "window": READ["window"]}
+    values["a bias"] = STAYS["holes"]
+    texts = {
+        name: traced(Masked(value), mesh=mesh).lines("slice_tensor =", "cp.ring")
+        for name, (value, *_) in values.items()
+    }
     assert_golden(
-        attention(captured),
+        table(texts),
         """\
-l_self_buffers_attn_mask_ = input  # [40, 40]
-ring_attention_default = cp.ring_attention(q, k, v, sizes=[24, 24],
-    spec='causal scale=0.353553', group=GROUP)""",
-    )
-
-
-def test_a_window(mesh):
-    captured = traced(Masked(READ["window"][0]), mesh=mesh)
-    assert_golden(
-        attention(captured),
-        """\
-l_self_buffers_attn_mask_ = input  # [40, 40]
-ring_attention_default = cp.ring_attention(q, k, v, [cp_replicate_3], sizes=[24, 24],
-    spec='scale=0.353553 mask_key=d828ec7ab67f5c7b +key_ranges', group=GROUP)""",
+causal: ring_attention_default = cp.ring_attention(q, k, v, sizes=[24, 24],
+    spec='causal scale=0.353553', group=GROUP)
+window: ring_attention_default = cp.ring_attention(q, k, v, [cp_replicate_3],
+    sizes=[24, 24], spec='scale=0.353553 mask_key=d828ec7ab67f5c7b +key_ranges',
+    group=GROUP)
+a bias:
+  slice_tensor = aten.slice.Tensor(l_self_buffers_attn_mask_, start=0,
+      end=24)  # [24, 40]
+  ring_attention_default = cp.ring_attention(q, k, v, [reshape_default], sizes=[24, 24],
+      spec='scale=0.353553 mask_key=b681bc18c3d57afd +bias', group=GROUP)""",
     )
 
 
@@ -72,26 +70,11 @@ def test_what_has_no_form_stays_a_bias(mesh, caplog, case):
     assert warnings(caplog) == []
 
 
-def test_rows_of_the_bias_are_cut_from_the_buffer(mesh):
-    captured = traced(Masked(STAYS["holes"][0]), mesh=mesh)
-    assert_golden(
-        attention(captured),
-        """\
-l_self_buffers_attn_mask_ = input  # [40, 40]
-slice_tensor = aten.slice.Tensor(l_self_buffers_attn_mask_, start=0, end=24)  # [24, 40]
-ring_attention_default = cp.ring_attention(q, k, v, [reshape_default], sizes=[24, 24],
-    spec='scale=0.353553 mask_key=b681bc18c3d57afd +bias', group=GROUP)""",
-    )
-
-
 def test_a_buffer_that_the_program_writes_stays_a_bias(mesh):
     captured = traced(Writing(causal()), torch.tensor(True), mesh=mesh)
     assert not captured.ctx.findings.read_by_value
     (mask,) = captured.ctx.findings.masks.values()
-    assert_golden(
-        mask.text,
-        """dense bool [24, 24]""",
-    )
+    assert mask.text == "dense bool [24, 24]"
 
 
 @pytest.mark.parametrize("kind", [Attribute, Item])

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from tests.golden.capture import capture
-from tests.golden.golden_text import assert_golden
+from tests.golden.golden_text import assert_golden, table
 from tests.golden.operands import make_qkv
 
 sdpa = F.scaled_dot_product_attention
@@ -30,50 +30,54 @@ def found(captured):
     )
 
 
-def test_positional_arguments(mesh):
-    def attend(q, k, v):
-        return sdpa(q, k, v, None, 0.0, True)
+def positional(q, k, v):
+    return sdpa(q, k, v, None, 0.0, True)
 
-    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
+
+def keywords(q, k, v):
+    return sdpa(value=v, key=k, query=q, scale=0.5)
+
+
+def overload(q, k, v):
+    """inline_attention_modules leaves this spelling."""
+    return torch.ops.aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True)
+
+
+def masked(q, k, v):
+    return sdpa(q, k, v, attn_mask=torch.ones(16, 16, dtype=torch.bool))
+
+
+def dropped(q, k, v):
+    return sdpa(sdpa(q, k, v, dropout_p=0.1), k, v, dropout_p=1.0)
+
+
+CALLS = (positional, keywords, overload, masked, dropped)
+
+
+def test_calls(mesh):
+    """Of sharded inputs, too."""
+    inputs, texts = make_qkv(2, 4, 16, 8), {}
+    captures = {
+        fn.__name__: capture(fn, *inputs, mesh=mesh, shard={"q": 2}, strict=False)
+        for fn in CALLS
+    }
+    sharded = [cp.shard(x, mesh, 2) for x in inputs]
+    captures["positional, sharded"] = capture(positional, *sharded)
+    for name, captured in captures.items():
+        texts[name] = found(captured).replace("<top level>: q=l_q_, k=l_k_, ", "")
     assert_golden(
-        captured["find_attention"].after,
+        table(texts),
         """\
-l_q_ = input  # [2, 4, 16, 8]
-l_k_ = input  # [2, 4, 16, 8]
-l_v_ = input  # [2, 4, 16, 8]
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, None, 0,
-    True)  # [2, 4, 16, 8]
-return (scaled_dot_product_attention,)""",
-    )
-    assert_golden(
-        found(captured),
-        """\
-<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True,
-    scale=0.3536""",
-    )
-
-
-def test_keywords_and_scale(mesh):
-    def attend(q, k, v):
-        return sdpa(value=v, key=k, query=q, scale=0.5)
-
-    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
-    assert_golden(
-        found(captured),
-        """\
-<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=False,
-    scale=0.5""",
-    )
-
-
-def test_sharded_inputs(mesh):
-    inputs = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
-    captured = capture(lambda q, k, v: sdpa(q, k, v, is_causal=True), *inputs)
-    assert_golden(
-        found(captured),
-        """\
-<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True,
-    scale=0.3536""",
+positional: v=l_v_, mask=None, dropout_p=0.0, is_causal=True, scale=0.3536
+keywords: v=l_v_, mask=None, dropout_p=0.0, is_causal=False, scale=0.5
+overload: v=l_v_, mask=None, dropout_p=0.0, is_causal=True, scale=0.3536
+masked: v=l_v_, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536
+dropped:
+  v=l_v_, mask=None, dropout_p=0.1, is_causal=False, scale=0.3536
+  <top level>: q=scaled_dot_product_attention, k=l_k_, v=l_v_, mask=None, dropout_p=1.0,
+      is_causal=False, scale=0.3536
+    obstacle: got dropout_p=1.0; needed a probability in [0, 1)
+positional, sharded: v=l_v_, mask=None, dropout_p=0.0, is_causal=True, scale=0.3536""",
     )
 
 
@@ -98,7 +102,7 @@ def test_modules_and_checkpoints_give_paths(mesh):
     x = torch.randn(2, 4, 16, 8, requires_grad=True)
     captured = capture(TwoLayers(), x, mesh=mesh, shard={"x": 2})
     assert_golden(
-        "\n".join(sorted(found(captured).splitlines())),
+        found(captured),
         """\
 layers.0: q=l_x_, k=l_x_, v=l_x_, mask=None, dropout_p=0.0, is_causal=False,
     scale=0.3536
@@ -106,68 +110,10 @@ layers.1: q=x, k=x, v=x, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536
     )
 
 
-def test_calls_are_in_the_order_of_execution(mesh):
-    x = torch.randn(2, 4, 16, 8, requires_grad=True)
-    captured = capture(TwoLayers(), x, mesh=mesh, shard={"x": 2})
-    assert [call.path for call in captured.ctx.findings.calls] == [
-        "layers.0",
-        "layers.1",
-    ]
-
-
-def test_the_overload_of_aten(mesh):
-    """inline_attention_modules leaves this spelling."""
-
-    def attend(q, k, v):
-        return torch.ops.aten.scaled_dot_product_attention.default(
-            q, k, v, None, 0.0, True
-        )
-
-    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
-    assert_golden(
-        found(captured),
-        """\
-<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True,
-    scale=0.3536""",
-    )
-
-
 def test_no_attention(mesh):
     captured = capture(lambda x: x.softmax(-1) @ x, torch.randn(2, 16, 16), mesh=mesh)
     assert captured["find_attention"].rewrites == 0
     assert found(captured) == ""
-
-
-def test_mask(mesh):
-    def attend(q, k, v, mask):
-        return sdpa(q, k, v, attn_mask=mask)
-
-    mask = torch.ones(16, 16, dtype=torch.bool)
-    captured = capture(
-        attend, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard={"q": 2}, strict=False
-    )
-    assert_golden(
-        found(captured),
-        """\
-<top level>: q=l_q_, k=l_k_, v=l_v_, mask=l_mask_, dropout_p=0.0, is_causal=False,
-    scale=0.3536""",
-    )
-
-
-def test_dropout(mesh):
-    def attend(q, k, v):
-        return sdpa(sdpa(q, k, v, dropout_p=0.1), k, v, dropout_p=1.0)
-
-    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
-    assert_golden(
-        found(captured),
-        """\
-<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.1, is_causal=False,
-    scale=0.3536
-<top level>: q=scaled_dot_product_attention, k=l_k_, v=l_v_, mask=None, dropout_p=1.0,
-    is_causal=False, scale=0.3536
-  obstacle: got dropout_p=1.0; needed a probability in [0, 1)""",
-    )
 
 
 def test_no_dropout_outside_of_training(mesh):

@@ -60,22 +60,20 @@ def test_what_every_rank_computes(mesh):
 + key_source_1 = key_source(l_self_modules_latent_norm_parameters_weight_, None)
 + key_source = key_source(linear_1, 1)
 + split_3 = .split(key_source, [8, 4], -1)
-+ rms_norm_1 = rms_norm(latent_1, (8,), key_source_1, None)
++ rms_norm_1 = rms_norm(split_3[0], (8,), key_source_1, None)
 + made_1 = linear(rms_norm_1, key_source_2, key_source_3)
 + key_source_4 = key_source(cos_2, None)
 + key_source_5 = key_source(sin_2, None)
-+ mul_10 = mul(first_2, key_source_4)
-+ mul_11 = mul(second_2, key_source_5)
-+ mul_12 = mul(second_2, key_source_4)
-+ mul_13 = mul(first_2, key_source_5)
++ mul_10 = mul(chunk_2[0], key_source_4)
++ mul_11 = mul(chunk_2[1], key_source_5)
++ mul_12 = mul(chunk_2[1], key_source_4)
++ mul_13 = mul(chunk_2[0], key_source_5)
 + computed_keys = computed_keys(k_1)
-+ computed_keys_1 = computed_keys(v_1)
++ computed_keys_1 = computed_keys(split_4[1])
 + all_gather_attention_default = cp.all_gather_attention(q_1, computed_keys,
     computed_keys_1, sizes=[40, 40], spec='causal scale=0.288675 whole_keys',
     group=GROUP)
-+ getitem_12 = all_gather_attention_default[0]
-- transpose_2 = .transpose(y, 1, 2)
-+ transpose_2 = .transpose(getitem_12, 1, 2)""",
+~ transpose_2: y -> all_gather_attention_default[0]""",
     )
 
 

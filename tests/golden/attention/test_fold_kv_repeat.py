@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.golden.capture import capture
+from tests.golden.capture import capture, changes
 from tests.golden.golden_text import assert_golden
 from tests.golden.repeated_heads import BGSD, FORMS, KEPT, B, D, G, H, N, S
 from tests.golden.rewritten_calls import check_equal, rewrite
@@ -17,6 +17,18 @@ def inputs_of(k_shape, v_shape):
     torch.manual_seed(0)
     shapes = ((B, H, S, D), k_shape, v_shape)
     return [torch.randn(x, dtype=torch.float64, requires_grad=True) for x in shapes]
+
+
+def folded(attend, shapes, count):
+    """What the passes make of it, checked to fold so often and to compute the same."""
+    if isinstance(shapes[0], torch.Tensor):
+        inputs = shapes
+    else:
+        inputs = [torch.randn(x, dtype=torch.float64) for x in shapes]
+    got = rewrite(attend, *inputs)
+    assert got.counts["fold_kv_repeat"] == count
+    check_equal(got, attend, *inputs)
+    return got
 
 
 def attention_of(repeat_k, repeat_v):
@@ -76,13 +88,9 @@ def test_sizes_that_are_equal_are_not_mixed_up():
     def mixed_up(k):
         return k[:, :, :, None].expand(2, 2, 2, 2, 2).reshape(2, 4, 2, 2)
 
-    for repeat, folded in ((hf, 1), (mixed_up, 0)):
-        attend = attention_of(repeat, repeat)
+    for repeat, count in ((hf, 1), (mixed_up, 0)):
         shapes = ((2, 4, 2, 2), (2, 2, 2, 2), (2, 2, 2, 2))
-        inputs = [torch.randn(x, dtype=torch.float64) for x in shapes]
-        got = rewrite(attend, *inputs)
-        assert got.counts["fold_kv_repeat"] == folded
-        check_equal(got, attend, *inputs)
+        folded(attention_of(repeat, repeat), shapes, count)
 
 
 def regrouped(k, order):
@@ -93,16 +101,13 @@ def regrouped(k, order):
 
 
 @pytest.mark.parametrize(
-    ("order", "folded"),
+    ("order", "count"),
     [((0, 1, 2), 1), ((1, 0, 2), 0), ((0, 2, 1), 0), ((2, 1, 0), 0), ((2, 0, 1), 0)],
 )
-def test_heads_in_another_order_are_kept(order, folded):
+def test_heads_in_another_order_are_kept(order, count):
     attend = attention_of(lambda k: regrouped(k, order), lambda v: regrouped(v, order))
     shapes = ((1, 24, S, D), (1, 12, S, D), (1, 12, S, D))
-    inputs = [torch.randn(x, dtype=torch.float64) for x in shapes]
-    got = rewrite(attend, *inputs)
-    assert got.counts["fold_kv_repeat"] == folded
-    check_equal(got, attend, *inputs)
+    folded(attend, shapes, count)
 
 
 def test_what_is_tiled_first_stays_tiled():
@@ -113,11 +118,9 @@ def test_what_is_tiled_first_stays_tiled():
 
     attend = attention_of(repeat, repeat)
     shapes = ((B, 12, S, D), (B, 2, S, D), (B, 2, S, D))
-    inputs = [torch.randn(x, dtype=torch.float64) for x in shapes]
-    got = rewrite(attend, *inputs)
-    assert got.counts["fold_kv_repeat"] == 1 and got.calls[0].k_shape[1] == 6
+    got = folded(attend, shapes, 1)
+    assert got.calls[0].k_shape[1] == 6
     assert ".repeat(l_k_, 1, 3, 1, 1)" in got.texts["fold_kv_repeat"]
-    check_equal(got, attend, *inputs)
 
 
 def test_a_batch_and_tokens_of_one():
@@ -126,10 +129,7 @@ def test_a_batch_and_tokens_of_one():
 
     attend = attention_of(repeat, repeat)
     shapes = ((1, H, 1, D), (1, G, 1, D), (1, G, 1, D))
-    inputs = [torch.randn(x, dtype=torch.float64) for x in shapes]
-    got = rewrite(attend, *inputs)
-    assert got.counts["fold_kv_repeat"] == 1
-    check_equal(got, attend, *inputs)
+    folded(attend, shapes, 1)
 
 
 def test_what_else_reads_the_copies_keeps_them():
@@ -137,11 +137,9 @@ def test_what_else_reads_the_copies_keeps_them():
         k = FORMS["hf"][1](k)
         return sdpa(q, k, k), sdpa(q, k, v), k.sum()
 
-    inputs = inputs_of(BGSD, (B, H, S, D))
-    got = rewrite(attend, *inputs)
-    assert got.counts["fold_kv_repeat"] == 1  # v of the second call is not repeated
+    # v of the second call is not repeated
+    got = folded(attend, inputs_of(BGSD, (B, H, S, D)), 1)
     assert "expand" in got.texts["fold_kv_repeat"]
-    check_equal(got, attend, *inputs)
 
 
 def test_heads_that_are_grouped_already_are_folded_further():
@@ -150,10 +148,7 @@ def test_heads_that_are_grouped_already_are_folded_further():
         return sdpa(q, k, v, enable_gqa=True)
 
     shapes = ((B, 12, S, D), (B, 3, S, D), (B, 3, S, D))
-    inputs = [torch.randn(x, dtype=torch.float64) for x in shapes]
-    got = rewrite(attend, *inputs)
-    assert got.counts["fold_kv_repeat"] == 1 and got.calls[0].k_shape[1] == 3
-    check_equal(got, attend, *inputs)
+    assert folded(attend, shapes, 1).calls[0].k_shape[1] == 3
 
 
 def test_keywords_and_the_overload_of_aten():
@@ -162,10 +157,7 @@ def test_keywords_and_the_overload_of_aten():
         first = sdpa(value=v, key=k, query=q, scale=0.5)
         return first, torch.ops.aten.scaled_dot_product_attention.default(q, k, v)
 
-    inputs = inputs_of(BGSD, BGSD)
-    got = rewrite(attend, *inputs)
-    assert got.counts["fold_kv_repeat"] == 2
-    check_equal(got, attend, *inputs)
+    folded(attend, inputs_of(BGSD, BGSD), 2)
 
 
 def test_a_call_that_is_not_rewritten_stays():
@@ -195,38 +187,13 @@ def test_the_graph_before_and_after(mesh):
     step = captured["fold_kv_repeat"]
     assert step.rewrites == 1
     assert_golden(
-        step.before,
+        changes(step),
         """\
-l_k_ = input  # [2, 2, 16, 8]
-l_v_ = input  # [2, 2, 16, 8]
-l_q_ = input  # [2, 4, 16, 8]
-getitem = l_k_[:, :, None, :, :]  # [2, 2, 1, 16, 8]
-expand = .expand(getitem, 2, 2, 2, 16, 8)  # [2, 2, 2, 16, 8]
-k = .reshape(expand, 2, 4, 16, 8)  # [2, 4, 16, 8]
-transpose = .transpose(l_v_, 1, 2)  # [2, 16, 2, 8]
-repeat_interleave = .repeat_interleave(transpose, 2, 2)  # [2, 16, 4, 8]
-v = .transpose(repeat_interleave, 1, 2)  # [2, 4, 16, 8]
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, k, v,
-    is_causal=True)  # [2, 4, 16, 8]
-return (scaled_dot_product_attention,)""",
+~ scaled_dot_product_attention: (l_q_, k, v, is_causal=True) ->
+    (l_q_, l_k_, l_v_, is_causal=True, enable_gqa=True)
+- getitem, expand, reshape, transpose, repeat_interleave, transpose""",
     )
-    assert_golden(
-        step.after,
-        """\
-l_k_ = input  # [2, 2, 16, 8]
-l_v_ = input  # [2, 2, 16, 8]
-l_q_ = input  # [2, 4, 16, 8]
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_,
-    is_causal=True, enable_gqa=True)  # [2, 4, 16, 8]
-return (scaled_dot_product_attention,)""",
-    )
-    assert_golden(
-        captured.lines("ring_attention"),
-        """\
-ring_attention_default = cp.ring_attention(cp_shard_1, cp_shard, cp_replicate,
-    sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)
-getitem_1 = ring_attention_default[0]  # [2, 4, 16, 8] S(2)""",
-    )
+    assert "cp.ring_attention(cp_shard_1, cp_shard, cp_replicate, " in captured.text
 
 
 def test_checkpoint_region(mesh):

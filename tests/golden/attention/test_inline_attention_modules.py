@@ -10,8 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile.cost.plans import Direction
-from tests.golden.capture import capture, capture_pass
-from tests.golden.golden_text import assert_golden, bare_calls, lines_without
+from tests.golden.capture import capture
+from tests.golden.golden_text import (
+    assert_golden,
+    bare_calls,
+    difference,
+    lines_without,
+)
 
 
 class SelfAttention(nn.Module):
@@ -31,67 +36,41 @@ def calls(text):
     return re.sub(r"l_\w*modules_attention_(modules_)?", "", text)
 
 
-def found(fn, mesh):
+def found(fn, mesh, x=None, **options):
     """Of fn(x): what the passes up to those that write attention find."""
-    x, until = torch.randn(2, 16, 8), "insert_attention"
-    return capture(fn, x, mesh=mesh, shard={"x": 1}, until=until)
+    x = torch.randn(2, 16, 8) if x is None else x
+    options = {"shard": {"x": 1}, "until": "insert_attention"} | options
+    return capture(fn, x, mesh=mesh, **options)
+
+
+def counts(captured):
+    """Modules that are opened, and calls of attention that become operators."""
+    steps = (captured[x] for x in ("inline_attention_modules", "insert_attention"))
+    return tuple(step.rewrites for step in steps)
 
 
 def test_multihead_attention(mesh):
-    step = capture_pass(
-        "inline_attention_modules",
-        SelfAttention(),
-        torch.randn(2, 16, 8),
-        mesh=mesh,
-        shard={"x": 1},
-    )
-    assert step.rewrites == 1
-    assert_golden(
-        calls(step.before),
-        """\
-query = .transpose(l_x_, 1, 0)
-multi_head_attention_forward = multi_head_attention_forward(query, query, query, 8, 2,
-    parameters_in_proj_weight_, parameters_in_proj_bias_, None, None, False, 0,
-    out_proj_parameters_weight_, out_proj_parameters_bias_, training=True,
-    key_padding_mask=None, need_weights=False, attn_mask=None,
-    average_attn_weights=True, is_causal=False)
-attn_output = multi_head_attention_forward[0]
-attn_output_1 = .transpose(attn_output, 1, 0)
-return (attn_output_1,)""",
-    )
-    assert_golden(
-        calls(step.after),
-        """\
-query = .transpose(l_x_, 1, 0)
-linear_default = aten.linear(query, parameters_in_proj_weight_,
-    parameters_in_proj_bias_)
-unflatten_int = aten.unflatten.int(linear_default, dim=-1, sizes=[3, 8])
-scaled_dot_product_attention_default = aten.scaled_dot_product_attention(view_default_3,
-    view_default_4, view_default_5)
-linear_default_1 = aten.linear(reshape_default, out_proj_parameters_weight_,
-    out_proj_parameters_bias_)
-attn_output_1 = .transpose(view_default_6, 1, 0)
-return (attn_output_1,)""",
-    )
-
-
-def test_sharded_inputs(mesh):
-    """The body is traced with global shapes, so it is that of plain inputs."""
+    """The body is traced with global shapes, so that of sharded inputs is the same."""
     model = SelfAttention()
-    plain = capture(
-        model,
-        torch.randn(2, 16, 8),
-        mesh=mesh,
-        shard={"x": 1},
-        until="inline_attention_modules",
+    plain = found(model, mesh)["inline_attention_modules"]
+    assert_golden(
+        difference(calls(plain.before), calls(plain.after)),
+        """\
++ linear_default = aten.linear(query, parameters_in_proj_weight_,
+    parameters_in_proj_bias_)
++ unflatten_int = aten.unflatten.int(linear_default, dim=-1, sizes=[3, 8])
++ scaled_dot_product_attention_default =
+    aten.scaled_dot_product_attention(view_default_3, view_default_4, view_default_5)
++ linear_default_1 = aten.linear(reshape_default, out_proj_parameters_weight_,
+    out_proj_parameters_bias_)
+~ attn_output_1: multi_head_attention_forward[0] -> view_default_6
+- multi_head_attention_forward""",
     )
     captured = capture(
         model, cp.shard(torch.randn(2, 16, 8), mesh, 1), until="insert_attention"
     )
-    step = captured["inline_attention_modules"]
-    assert step.rewrites == 1
-    assert calls(step.after) == calls(plain["inline_attention_modules"].after)
-    assert captured["insert_attention"].rewrites == 1
+    assert counts(captured) == (1, 1)
+    assert calls(captured["inline_attention_modules"].after) == calls(plain.after)
 
 
 def test_checkpoint_region(mesh):
@@ -100,48 +79,25 @@ def test_checkpoint_region(mesh):
     def recomputed(x):
         return checkpoint(model, x, use_reentrant=False)
 
-    x = torch.randn(2, 16, 8, requires_grad=True)
-    captured = capture(recomputed, x, mesh=mesh, shard={"x": 1})
-    assert captured["inline_attention_modules"].rewrites == 1
-    assert captured["insert_attention"].rewrites == 1
+    captured = found(recomputed, mesh, torch.randn(2, 16, 8, requires_grad=True))
+    assert counts(captured) == (1, 1)
     assert "    ring_attention_default = " in captured.text
 
 
 def test_encoder_layer(mesh):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    captured = capture(
-        lambda x: layer(x),
-        torch.randn(2, 16, 8),
-        mesh=mesh,
-        shard={"x": 1},
-        until="insert_attention",
-    )
-    assert captured["inline_attention_modules"].rewrites == 1
-    assert captured["insert_attention"].rewrites == 1
+    assert counts(found(lambda x: layer(x), mesh)) == (1, 1)
 
 
 def test_plain_attention_stays(mesh):
-    x = torch.randn(2, 4, 16, 8)
-    step = capture_pass(
-        "inline_attention_modules",
-        lambda x: F.scaled_dot_product_attention(x, x, x),
-        x,
-        mesh=mesh,
-        shard={"x": 2},
-    )
-    assert step.rewrites == 0
-    assert not step.changed
+    captured = found(lambda x: F.scaled_dot_product_attention(x, x, x), mesh)
+    assert counts(captured) == (0, 1)
+    assert not captured["inline_attention_modules"].changed
 
 
 def test_weights_that_are_returned_need_plain_arithmetic(mesh):
     """Opened too, but there is no attention call inside: torch computes softmax."""
-    captured = capture(
-        SelfAttention(need_weights=True),
-        torch.randn(2, 16, 8),
-        mesh=mesh,
-        shard={"x": 1},
-        until="find_attention",
-    )
+    captured = found(SelfAttention(need_weights=True), mesh, until="find_attention")
     assert captured["inline_attention_modules"].rewrites == 1
     assert captured["find_attention"].rewrites == 0
 
@@ -167,9 +123,7 @@ def test_a_mask_is_handed_to_the_call_inside(mesh, mask):
     def attend(x):
         return attention(x, x, x, need_weights=False, **MASKS[mask](x))[0]
 
-    x = torch.randn(2, 16, 8)
-    options = {"shard": {"x": 1}, "strict": False}
-    captured = capture(attend, x, mesh=mesh, until="insert_attention", **options)
+    captured = found(attend, mesh, strict=False)
     (call,) = captured.ctx.findings.calls
     assert captured.error is None
     if call.is_causal:  # what the bool mask says
@@ -208,12 +162,10 @@ def test_an_encoder_layer_without_gradients(mesh, norm_first):
         8, 2, 16, batch_first=True, norm_first=norm_first
     ).eval()
     with torch.no_grad():
-        captured = capture(
-            lambda x: layer(x), torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1}
-        )
-    step = captured["inline_attention_modules"]
-    assert "= _transformer_encoder_layer_fwd(" in step.before
-    assert step.rewrites == 1 and captured["insert_attention"].rewrites == 1
+        captured = found(lambda x: layer(x), mesh, until=None)
+    before = captured["inline_attention_modules"].before
+    assert "= _transformer_encoder_layer_fwd(" in before
+    assert counts(captured) == (1, 1)
     assert "cp_replicated" not in captured.text
 
 
@@ -221,14 +173,8 @@ def test_padding_of_an_encoder_layer_without_gradients(mesh):
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     hidden = torch.zeros(2, 16, dtype=torch.bool)
     with torch.no_grad():
-        captured = capture(
-            lambda x, hidden: layer(x, src_key_padding_mask=hidden),
-            torch.randn(2, 16, 8),
-            hidden,
-            mesh=mesh,
-            shard={"x": 1},
-            strict=False,
-            until="insert_attention",
+        captured = found(
+            lambda x: layer(x, src_key_padding_mask=hidden), mesh, strict=False
         )
     (call,) = captured.ctx.findings.calls
     assert call.mask.meta["example_value"].shape == (2, 1, 1, 16)

@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile import config
-from tests.golden.capture import capture, capture_pass
-from tests.golden.golden_text import assert_golden
+from cpcompile.ranks.mesh_factors import hybrid_groups
+from tests.golden.capture import capture, capture_pass, changes
+from tests.golden.golden_text import assert_golden, table
 from tests.golden.operands import QKV
 
 
@@ -23,25 +25,26 @@ def make_qkv(*shape, kv_heads=None):
     return torch.randn(shape), torch.randn(kv_shape), torch.randn(kv_shape)
 
 
-def test_ring_on_plain_inputs(mesh):
-    captured = capture(
-        attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV, until="insert_attention"
-    )
-    step = captured["insert_attention"]
-    assert step.rewrites == 1
+def inserted(fn, *inputs, count=1, **options):
+    """The step of the pass."""
+    step = capture_pass("insert_attention", fn, *inputs, **{"shard": QKV} | options)
+    assert step.rewrites == count
+    return step
+
+
+def test_plain_and_sharded_inputs(mesh):
+    """The graph is the same one; only the placements differ."""
+    plain = inserted(attend, *make_qkv(2, 4, 16, 8), mesh=mesh)
     assert_golden(
-        step.before,
+        f"{plain.before}\n  ->\n{plain.after}",
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
 scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_,
     is_causal=True)  # [2, 4, 16, 8]
-return (scaled_dot_product_attention,)""",
-    )
-    assert_golden(
-        step.after,
-        """\
+return (scaled_dot_product_attention,)
+  ->
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
@@ -50,171 +53,107 @@ ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
 getitem = ring_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
+    inputs = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
+    for strategy in ("ring", "all_gather"):
+        step = inserted(attend, *inputs, strategy=strategy, shard={})
+        assert step.before.count(" S(2)") == 4
+        assert step.after.count(" S(2)") == 4
+        text = step.after.replace(strategy, "ring")
+        assert text.replace(" S(2)", "") == plain.after
 
 
-def test_all_gather_on_plain_inputs(mesh):
-    captured = capture(
-        attend,
-        *make_qkv(2, 4, 16, 8),
-        strategy="all_gather",
-        mesh=mesh,
-        shard=QKV,
-        until="insert_attention",
+def test_strategies(mesh):
+    inputs = make_qkv(2, 4, 16, 8)
+    steps = [
+        inserted(attend, *inputs, strategy=name, mesh=mesh)
+        for name in ("all_gather", "ulysses")
+    ]
+    assert_golden(
+        "\n".join(map(changes, steps)),
+        """\
++ all_gather_attention_default = cp.all_gather_attention(l_q_, l_k_, l_v_,
+    sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)
+~ return: scaled_dot_product_attention -> all_gather_attention_default[0]
+- scaled_dot_product_attention
++ ulysses_attention_default = cp.ulysses_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+    spec='causal scale=0.353553', group=GROUP)
+~ return: scaled_dot_product_attention -> ulysses_attention_default[0]
+- scaled_dot_product_attention""",
     )
+
+
+@pytest.mark.parametrize("inner", ["ulysses", "ring"])
+def test_hybrid(mesh, inner):
+    """The mesh axis called "ulysses" exchanges heads; the other one is the ring."""
+    names = ("ring", "ulysses") if inner == "ulysses" else ("ulysses", "ring")
+    given = {"mesh": init_device_mesh("cpu", (4, 2), mesh_dim_names=names)}
+    given |= {"axis": names, "strategy": "hybrid", "shard": QKV}
+    captured = capture(attend, *make_qkv(2, 4, 16, 8), **given)
     step = captured["insert_attention"]
     assert step.rewrites == 1
+    (plan,) = captured.ctx.findings.plans.values()
+    groups = hybrid_groups(captured.ctx.mesh, 0, plan.chosen.degrees)
+    assert groups.ring == given["mesh"].get_group("ring").group_name
+    assert groups.ulysses == given["mesh"].get_group("ulysses").group_name
+    text = changes(step).replace(str(inner == "ulysses") + ")", "INNER)")
     assert_golden(
-        step.after,
+        text,
         """\
-l_q_ = input  # [2, 4, 16, 8]
-l_k_ = input  # [2, 4, 16, 8]
-l_v_ = input  # [2, 4, 16, 8]
-all_gather_attention_default = cp.all_gather_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
-    spec='causal scale=0.353553', group=GROUP)
-getitem = all_gather_attention_default[0]  # [2, 4, 16, 8]
-return (getitem,)""",
++ hybrid_attention_default = cp.hybrid_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+    spec='causal scale=0.353553', group=GROUP, ulysses_group=ULYSSES, ring_group=RING,
+    ulysses_inner=INNER)
+~ return: scaled_dot_product_attention -> hybrid_attention_default[0]
+- scaled_dot_product_attention""",
     )
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-def test_sharded_inputs(mesh, strategy):
-    """The graph is the one of plain inputs; only the placements differ."""
-    sharded = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
-    step = capture_pass("insert_attention", attend, *sharded, strategy=strategy)
-    assert step.rewrites == 1
-    assert_golden(
-        step.before,
-        """\
-l_q_ = input  # [2, 4, 16, 8] S(2)
-l_k_ = input  # [2, 4, 16, 8] S(2)
-l_v_ = input  # [2, 4, 16, 8] S(2)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_,
-    is_causal=True)  # [2, 4, 16, 8] S(2)
-return (scaled_dot_product_attention,)""",
-    )
-    assert_golden(
-        step.after.replace(strategy, "STRATEGY"),
-        """\
-l_q_ = input  # [2, 4, 16, 8] S(2)
-l_k_ = input  # [2, 4, 16, 8] S(2)
-l_v_ = input  # [2, 4, 16, 8] S(2)
-STRATEGY_attention_default = cp.STRATEGY_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
-    spec='causal scale=0.353553', group=GROUP)
-getitem = STRATEGY_attention_default[0]  # [2, 4, 16, 8] S(2)
-return (getitem,)""",
+def grouped(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def keywords(q, k, v):
+    return F.scaled_dot_product_attention(
+        value=v, key=k, query=q, is_causal=True, scale=0.5
     )
 
 
-def test_three_dimensions(mesh):
-    step = capture_pass(
-        "insert_attention",
+CALLS = {
+    "three dimensions": (attend, make_qkv(4, 16, 8), {"q": 1, "k": 1}),
+    # Without enable_gqa: torch broadcasts one head, and so does the operator.
+    "one key head": (attend, make_qkv(2, 4, 16, 8, kv_heads=1), {"q": 2}),
+    "grouped heads": (grouped, make_qkv(2, 4, 16, 8, kv_heads=2), QKV),
+    "keywords and scale": (keywords, make_qkv(2, 4, 16, 8), QKV),
+    "two lengths": (
         attend,
-        *make_qkv(4, 16, 8),
-        mesh=mesh,
-        shard={"q": 1, "k": 1},
-    )
-    assert step.rewrites == 1
-    assert_golden(
-        step.after,
-        """\
-l_q_ = input  # [4, 16, 8]
-l_k_ = input  # [4, 16, 8]
-l_v_ = input  # [4, 16, 8]
-unsqueeze = unsqueeze(l_q_, 1)  # [4, 1, 16, 8]
-unsqueeze_1 = unsqueeze(l_k_, 1)  # [4, 1, 16, 8]
-unsqueeze_2 = unsqueeze(l_v_, 1)  # [4, 1, 16, 8]
-ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
-    sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)
-getitem = ring_attention_default[0]  # [4, 1, 16, 8]
-squeeze = squeeze(getitem, 1)  # [4, 16, 8]
-return (squeeze,)""",
-    )
+        (torch.randn(2, 4, 16, 8), torch.randn(2, 4, 24, 8), torch.randn(2, 4, 24, 6)),
+        QKV,
+    ),
+}
 
 
-def test_one_key_head_is_broadcast(mesh):
-    """Without enable_gqa: torch broadcasts one head, and so does the operator."""
-    step = capture_pass(
-        "insert_attention",
-        attend,
-        *make_qkv(2, 4, 16, 8, kv_heads=1),
-        mesh=mesh,
-        shard={"q": 2},
-    )
-    assert step.rewrites == 1
+def test_calls(mesh):
+    texts = {}
+    for name, (fn, inputs, shard) in CALLS.items():
+        text = changes(inserted(fn, *inputs, mesh=mesh, shard=shard))
+        texts[name] = text.split("\n~")[0].removeprefix("+ ring_attention_default = ")
     assert_golden(
-        step.after,
+        table(texts),
         """\
-l_q_ = input  # [2, 4, 16, 8]
-l_k_ = input  # [2, 1, 16, 8]
-l_v_ = input  # [2, 1, 16, 8]
-ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+three dimensions:
+  + unsqueeze = unsqueeze(l_q_, 1)
+  + unsqueeze_1 = unsqueeze(l_k_, 1)
+  + unsqueeze_2 = unsqueeze(l_v_, 1)
+  + ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
+      sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)
+  + squeeze = squeeze(ring_attention_default[0], 1)
+one key head: cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
     spec='causal scale=0.353553', group=GROUP)
-getitem = ring_attention_default[0]  # [2, 4, 16, 8]
-return (getitem,)""",
-    )
-
-
-def test_grouped_heads(mesh):
-    def grouped(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    inputs = make_qkv(2, 4, 16, 8, kv_heads=2)
-    step = capture_pass("insert_attention", grouped, *inputs, mesh=mesh, shard=QKV)
-    assert step.rewrites == 1
-    assert_golden(
-        step.after,
-        """\
-l_q_ = input  # [2, 4, 16, 8]
-l_k_ = input  # [2, 2, 16, 8]
-l_v_ = input  # [2, 2, 16, 8]
-ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+grouped heads: cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
     spec='scale=0.353553', group=GROUP)
-getitem = ring_attention_default[0]  # [2, 4, 16, 8]
-return (getitem,)""",
-    )
-
-
-def test_keywords_and_scale(mesh):
-    def keywords(q, k, v):
-        return F.scaled_dot_product_attention(
-            value=v, key=k, query=q, is_causal=True, scale=0.5
-        )
-
-    step = capture_pass(
-        "insert_attention", keywords, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV
-    )
-    assert step.rewrites == 1
-    assert_golden(
-        step.after,
-        """\
-l_v_ = input  # [2, 4, 16, 8]
-l_k_ = input  # [2, 4, 16, 8]
-l_q_ = input  # [2, 4, 16, 8]
-ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+keywords and scale: cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
     spec='causal scale=0.5', group=GROUP)
-getitem = ring_attention_default[0]  # [2, 4, 16, 8]
-return (getitem,)""",
-    )
-
-
-def test_cross_attention_of_two_lengths(mesh):
-    q, k, v = (
-        torch.randn(2, 4, 16, 8),
-        torch.randn(2, 4, 24, 8),
-        torch.randn(2, 4, 24, 6),
-    )
-    step = capture_pass("insert_attention", attend, q, k, v, mesh=mesh, shard=QKV)
-    assert step.rewrites == 1
-    assert_golden(
-        step.after,
-        """\
-l_q_ = input  # [2, 4, 16, 8]
-l_k_ = input  # [2, 4, 24, 8]
-l_v_ = input  # [2, 4, 24, 6]
-ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 24],
-    spec='causal scale=0.353553', group=GROUP)
-getitem = ring_attention_default[0]  # [2, 4, 16, 6]
-return (getitem,)""",
+two lengths: cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 24],
+    spec='causal scale=0.353553', group=GROUP)""",
     )
 
 
@@ -223,28 +162,8 @@ def test_checkpoint_region(mesh):
         return checkpoint(attend, q, k, v, use_reentrant=False)
 
     inputs = [x.requires_grad_() for x in make_qkv(2, 4, 16, 8)]
-    step = capture_pass("insert_attention", recomputed, *inputs, mesh=mesh, shard=QKV)
-    assert step.rewrites == 1
     assert_golden(
-        step.before,
-        """\
-l_q_ = input  # [2, 4, 16, 8]
-l_k_ = input  # [2, 4, 16, 8]
-l_v_ = input  # [2, 4, 16, 8]
-wrap_body_0 = get_attr wrap_body_0
-tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l_v_,
-    use_reentrant=False)
-    l_q_ = input  # [2, 4, 16, 8]
-    l_k_ = input  # [2, 4, 16, 8]
-    l_v_ = input  # [2, 4, 16, 8]
-    scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_,
-        is_causal=True)  # [2, 4, 16, 8]
-    return (scaled_dot_product_attention,)
-getitem = tag_activation_checkpoint[0]  # [2, 4, 16, 8]
-return (getitem,)""",
-    )
-    assert_golden(
-        step.after,
+        inserted(recomputed, *inputs, mesh=mesh).after,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
@@ -270,44 +189,15 @@ def test_attention_to_the_result_of_attention(mesh):
     def twice(q, k, v):
         return attend(attend(q, k, v), k, v)
 
-    captured = capture(
-        twice, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV, until="insert_attention"
-    )
-    step = captured["insert_attention"]
-    assert step.rewrites == 2
+    step = inserted(twice, *make_qkv(2, 4, 16, 8), count=2, mesh=mesh)
     assert "cp.ring_attention(getitem, l_k_, l_v_, sizes=[16, 16]" in step.after
 
 
 def test_heads_in_groups(mesh):
     """Under a budget that an exchange of all heads does not meet; the twin does."""
-    budget = 2 * 2**20
-    inputs = make_qkv(1, 64, 128, 64)
-    with config.patch(memory_budget=budget):
-        captured = capture(
-            attend,
-            *inputs,
-            strategy="ulysses",
-            mesh=mesh,
-            shard=QKV,
-            until="insert_attention",
-        )
-        smaller = capture(
-            attend,
-            *make_qkv(1, 64, 64, 64),
-            strategy="ulysses",
-            mesh=mesh,
-            shard=QKV,
-            until="insert_attention",
-        )
-    assert_golden(
-        captured["insert_attention"].after,
-        """\
-l_q_ = input  # [1, 64, 128, 64]
-l_k_ = input  # [1, 64, 128, 64]
-l_v_ = input  # [1, 64, 128, 64]
-ulysses_attention_default = cp.ulysses_attention(l_q_, l_k_, l_v_, sizes=[128, 128],
-    spec='causal scale=0.125 head_groups=2', group=GROUP)
-getitem = ulysses_attention_default[0]  # [1, 64, 128, 64]
-return (getitem,)""",
-    )
-    assert "head_groups" not in smaller["insert_attention"].after
+    options = {"strategy": "ulysses", "mesh": mesh}
+    with config.patch(memory_budget=2 * 2**20):
+        larger = inserted(attend, *make_qkv(1, 64, 128, 64), **options)
+        smaller = inserted(attend, *make_qkv(1, 64, 64, 64), **options)
+    assert "spec='causal scale=0.125 head_groups=2'" in larger.after
+    assert "head_groups" not in smaller.after

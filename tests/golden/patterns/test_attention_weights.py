@@ -6,20 +6,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.golden.capture import capture, fake_group
-from tests.golden.golden_text import assert_golden
+from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden, table
 from tests.support.forms.attention_pattern_forms import causal
 
 SHARD = {"shard": {"q": 2, "k": 2, "v": 2}}
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of 2."""
-    with fake_group(ranks=2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 def returned(q, k, v):
@@ -57,54 +49,38 @@ def captured(form, mesh, **options):
     return capture(form, q, k, v, *more, mesh=mesh, **SHARD | options)
 
 
-def test_keys_and_values_are_gathered(mesh):
-    found = captured(returned, mesh)
-    assert found["fold_attention_patterns"].rewrites == 1
+def test_keys_and_values_are_gathered_for_every_product(mesh):
+    """Sinks are a column beside the scores."""
+    texts = {}
+    for form in (returned, two_values, with_a_sink):
+        found = captured(form, mesh)
+        assert found["fold_attention_patterns"].rewrites == 1
+        words = ("= matmul", "softmax(", "= cp_whole", "= einsum", "= cat")
+        texts[form.__name__] = found.lines(*words)
     assert_golden(
-        found.lines("matmul", "softmax", "whole_keys", "return"),
+        table(texts),
         """\
-whole_keys = cp_whole_keys(transpose)  # [2, 4, 8, 6] R
-matmul = matmul(cp_shard_1, whole_keys)  # [2, 4, 6, 6] S(2)
-mul = mul(matmul, 0.5)  # [2, 4, 6, 6] S(2)
-softmax = .softmax(scores, -1)  # [2, 4, 6, 6] S(2)
-whole_keys_1 = cp_whole_keys(cp_shard_2)  # [2, 4, 6, 8] R
-matmul_1 = matmul(softmax, whole_keys_1)  # [2, 4, 6, 8] S(2)
-cp_gather = cp_gather(matmul_1)  # [2, 4, 6, 8]
-cp_gather_1 = cp_gather(softmax)  # [2, 4, 6, 6]
-return (cp_gather, cp_gather_1)""",
-    )
-
-
-def test_every_product_of_the_weights(mesh):
-    found = captured(two_values, mesh)
-    assert_golden(
-        found.lines("einsum", "matmul", "whole_keys"),
-        """\
-whole_keys = cp_whole_keys(cp_shard_1)  # [2, 4, 6, 8] R
-einsum = einsum('bhid,bhjd->bhij', cp_shard, whole_keys)  # [2, 4, 6, 6] S(2)
-weights = .softmax(einsum, -1)  # [2, 4, 6, 6] S(2)
-whole_keys_1 = cp_whole_keys(cp_shard_2)  # [2, 4, 6, 8] R
-out = einsum('bhij,bhjd->bhid', weights, whole_keys_1)  # [2, 4, 6, 8] S(2)
-whole_keys_2 = cp_whole_keys(getitem)  # [2, 4, 6, 2] R
-matmul = matmul(weights, whole_keys_2)  # [2, 4, 6, 2] S(2)
-cp_gather_1 = cp_gather(matmul)  # [2, 4, 6, 2]""",
-    )
-
-
-def test_beside_sinks(mesh):
-    found = captured(with_a_sink, mesh)
-    assert_golden(
-        found.lines("matmul", "softmax", "cat", "getitem"),
-        """\
-getitem = l_sinks_[None, :, None, None]  # [1, 4, 1, 1]
-column = .expand(getitem, 2, -1, 6, 1)  # [2, 4, 6, 1]
-matmul = matmul(cp_shard, whole_keys)  # [2, 4, 6, 6] S(2)
-cp_replicate = cp_replicate(column)  # [2, 4, 6, 1] R
-cat = cat([matmul, cp_replicate], -1)  # [2, 4, 6, 7] S(2)
-softmax = .softmax(cat, -1)  # [2, 4, 6, 7] S(2)
-weights = softmax[..., :-1]  # [2, 4, 6, 6] S(2)
-matmul_1 = matmul(weights, whole_keys_1)  # [2, 4, 6, 8] S(2)
-cp_gather = cp_gather(matmul_1)  # [2, 4, 6, 8]""",
+returned:
+  whole_keys = cp_whole_keys(transpose)  # [2, 4, 8, 6] R
+  matmul = matmul(cp_shard_1, whole_keys)  # [2, 4, 6, 6] S(2)
+  softmax = .softmax(scores, -1)  # [2, 4, 6, 6] S(2)
+  whole_keys_1 = cp_whole_keys(cp_shard_2)  # [2, 4, 6, 8] R
+  matmul_1 = matmul(softmax, whole_keys_1)  # [2, 4, 6, 8] S(2)
+two_values:
+  whole_keys = cp_whole_keys(cp_shard_1)  # [2, 4, 6, 8] R
+  einsum = einsum('bhid,bhjd->bhij', cp_shard, whole_keys)  # [2, 4, 6, 6] S(2)
+  weights = .softmax(einsum, -1)  # [2, 4, 6, 6] S(2)
+  whole_keys_1 = cp_whole_keys(cp_shard_2)  # [2, 4, 6, 8] R
+  out = einsum('bhij,bhjd->bhid', weights, whole_keys_1)  # [2, 4, 6, 8] S(2)
+  whole_keys_2 = cp_whole_keys(getitem)  # [2, 4, 6, 2] R
+  matmul = matmul(weights, whole_keys_2)  # [2, 4, 6, 2] S(2)
+with_a_sink:
+  whole_keys = cp_whole_keys(mT)  # [2, 4, 8, 6] R
+  matmul = matmul(cp_shard, whole_keys)  # [2, 4, 6, 6] S(2)
+  cat = cat([matmul, cp_replicate], -1)  # [2, 4, 6, 7] S(2)
+  softmax = .softmax(cat, -1)  # [2, 4, 6, 7] S(2)
+  whole_keys_1 = cp_whole_keys(cp_shard_2)  # [2, 4, 6, 8] R
+  matmul_1 = matmul(weights, whole_keys_1)  # [2, 4, 6, 8] S(2)""",
     )
 
 

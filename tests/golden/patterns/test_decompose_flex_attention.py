@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 from torch._dynamo.exc import Unsupported
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.golden.capture import capture, changes, fake_group, warnings
+from tests.golden.capture import capture, changes, warnings
 from tests.golden.golden_text import assert_golden
 from tests.support.forms.attention_pattern_forms import Model
 from tests.support.forms.flex_forms import (
@@ -17,18 +16,10 @@ from tests.support.forms.flex_forms import (
     FORMS,
     LEFT,
     LENGTH,
-    gradients_on_cpu,
 )
 from tests.support.this_torch import skip_if_scores_are_read_only
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of 2."""
-    with fake_group(ranks=2), gradients_on_cpu():
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 def test_window(mesh):
@@ -60,8 +51,7 @@ def test_window(mesh):
 + and_ = and_(ge, lt)
 + where = where(and_, mul, -inf)
 + _safe_softmax = _safe_softmax(where, -1)
-+ matmul_1 = matmul(_safe_softmax, l_v_)
-+ return (matmul_1,)""",
++ matmul_1 = matmul(_safe_softmax, l_v_)""",
     )
 
 

@@ -2,22 +2,14 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.golden.capture import capture, changes, fake_group
+from tests.golden.capture import capture, changes
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV
 from tests.support.forms.attention_pattern_forms import Model, causal
-from tests.support.forms.flex_forms import FORMS, LENGTH, gradients_on_cpu
+from tests.support.forms.flex_forms import FORMS, LENGTH
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of 2."""
-    with fake_group(ranks=2), gradients_on_cpu():
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 def test_of_flex_attention(mesh):
@@ -28,35 +20,18 @@ def test_of_flex_attention(mesh):
     assert_golden(
         changes(found["fold_attention_patterns"]),
         """\
-- transpose = transpose(l_k_, -2, -1)
-- matmul = matmul(l_q_, transpose)
-- mul_2 = mul(matmul, 0.353553)
 + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.353553, attn_mask=ge)
 + log_sum_exp = log_sum_exp(plain_attention, l_q_, l_k_, scale=0.353553, attn_mask=ge)
-- where = where(ge, mul_2, -inf)
-- _safe_softmax = _safe_softmax(where, -1)
-- matmul_1 = matmul(_safe_softmax, l_v_)
-- logsumexp = logsumexp(where, -1)
-- mul_3 = mul(logsumexp, 1.4427)
-+ mul_3 = mul(log_sum_exp, 1.4427)""",
+~ mul_3: logsumexp -> log_sum_exp
+- transpose, matmul, mul, where, _safe_softmax, matmul, logsumexp""",
     )
     assert_golden(
         changes(found["insert_attention"]),
         """\
 + ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[17, 17],
     spec='causal scale=0.353553 lse', group=GROUP)
-+ getitem_3 = ring_attention_default[0]
-+ getitem_4 = ring_attention_default[1]
-- arange_2 = arange(17, dtype=torch.int32, device=cpu)
-- reshape_2 = reshape(arange_2, [1, 1, -1, 1])
-- arange_3 = arange(17, dtype=torch.int32, device=cpu)
-- reshape_3 = reshape(arange_3, [1, 1, 1, -1])
-- ge = ge(reshape_2, reshape_3)
-- plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.353553, attn_mask=None,
-    is_causal=True)
-- log_sum_exp = log_sum_exp(plain_attention, l_q_, l_k_, scale=0.353553, attn_mask=ge)
-- mul_3 = mul(log_sum_exp, 1.4427)
-+ mul_3 = mul(getitem_4, 1.4427)""",
+~ mul_3: log_sum_exp -> ring_attention_default[1]
+- arange, reshape, arange, reshape, ge, plain_attention, log_sum_exp""",
     )
 
 

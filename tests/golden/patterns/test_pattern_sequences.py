@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.graph_report import AttentionShare, GraphReport
-from tests.golden.capture import capture, fake_group
+from tests.golden.capture import capture
 from tests.support.forms.attention_pattern_forms import FORMS, TWINS, Model
 
 
-@pytest.fixture
-def mesh():
-    """Rank 1 of 2."""
-    with fake_group(ranks=2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+def captured(name, mesh):
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    model = Model((FORMS | TWINS)[name])
+    return capture(model, tokens, mesh=mesh, strategy="auto")
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_inputs_are_inferred(mesh, name):
     """And no score has the whole sequence on both sides."""
-    tokens = torch.zeros(2, 16, dtype=torch.long)
-    found = capture(Model(FORMS[name]), tokens, mesh=mesh, strategy="auto")
+    found = captured(name, mesh)
     assert found["fold_attention_patterns"].rewrites == 2
     assert len(found.ctx.findings.plans) == 2
     (given,) = [x for x in found.ctx.inputs.values() if x.dim is not None]
@@ -48,31 +45,21 @@ ROW_PARALLEL = {
 OTHERS = [name for name in TWINS if name not in (*LEFT, *ROW_PARALLEL)]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_is_over_no_sequence_stays(mesh, name):
-    tokens = torch.zeros(2, 16, dtype=torch.long)
-    found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
-    step = found["fold_attention_patterns"]
-    assert (step.rewrites, step.changed) == (0, False)
-    assert not found.ctx.findings.unmatched_attention
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_what_stays_is_named(mesh, name):
+@pytest.mark.parametrize("name", [*OTHERS, *LEFT])
+def test_what_stays_is_named_if_it_is_over_a_sequence(mesh, name):
     """With the reason, for a warning."""
-    tokens = torch.zeros(2, 16, dtype=torch.long)
-    found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
+    found = captured(name, mesh)
     step = found["fold_attention_patterns"]
     assert (step.rewrites, step.changed) == (0, False)
-    assert [why for _, why in found.ctx.findings.unmatched_attention] == [NOT_KNOWN] * 2
-    assert not found.ctx.findings.row_parallel
+    reasons = [why for _, why in found.ctx.findings.unmatched_attention]
+    assert reasons == [NOT_KNOWN] * 2 * (name in LEFT)
+    assert name in OTHERS or not found.ctx.findings.row_parallel
 
 
 @pytest.mark.parametrize("name", ROW_PARALLEL)
 def test_what_is_computed_row_parallel(mesh, name):
     """Scores that can be read, with weights that cannot: inputs are inferred for it."""
-    tokens = torch.zeros(2, 16, dtype=torch.long)
-    found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
+    found = captured(name, mesh)
     assert found["fold_attention_patterns"].rewrites == 2
     assert [why for _, why in found.ctx.findings.row_parallel] == [
         ROW_PARALLEL[name]
@@ -83,13 +70,8 @@ def test_what_is_computed_row_parallel(mesh, name):
 
 
 def test_what_is_explained(mesh):
-    tokens = torch.zeros(2, 16, dtype=torch.long)
-    forms = FORMS | TWINS
-
     def reported(name):
-        return GraphReport.of(
-            capture(Model(forms[name]), tokens, mesh=mesh, strategy="auto").ctx, (), ""
-        )
+        return GraphReport.of(captured(name, mesh).ctx, (), "")
 
     call, _ = reported("softcapped").calls
     assert (call.mask, call.kernel) == ("causal, softcap 2", "aten_math")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.golden.capture import capture, fake_group
+from tests.golden.capture import capture
 from tests.support.forms.query_forms import (
     ASKING,
     WIDTH,
@@ -15,13 +14,6 @@ from tests.support.forms.query_forms import (
     Rows,
     RowsFlattened,
 )
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of 2."""
-    with fake_group(ranks=2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 def folded(model, *inputs, mesh, **options):

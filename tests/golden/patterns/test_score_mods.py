@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
 
 from cpcompile.reporting.graph_report import recording
-from tests.golden.capture import capture, changes, fake_group
+from tests.golden.capture import capture, changes
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV
 from tests.support.forms.attention_pattern_forms import Model
@@ -14,18 +13,10 @@ from tests.support.forms.flex_forms import (
     CALLS_OF_LAYER,
     LENGTH,
     SCORE_MODS,
-    gradients_on_cpu,
 )
 from tests.support.score_programs import text_of
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of 2."""
-    with fake_group(ranks=2), gradients_on_cpu():
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 def by_head(q, k, v, weight):
@@ -44,32 +35,23 @@ def test_graph(mesh):
     assert_golden(
         changes(found["decompose_flex_attention"]),
         """\
-- flex_attention = flex_attention(l_q_, l_k_, l_v_, score_mod_0, (1, 1, child, child_1,
-    None, None, q_num_blocks, q_indices, None, None, None, None, None, None, 1073741824,
-    1073741824, mask_fn_0), 0.353553, {'BACKEND': 'AUTO', 'PRESCALE_QK': False,
-    'ROWS_GUARANTEED_SAFE': False, 'BLOCKS_ARE_CONTIGUOUS': False, 'WRITE_DQ': True,
-    'OUTPUT_LOGSUMEXP': False, 'OUTPUT_MAX': False}, (l_weight_,), ())
-- out_1 = flex_attention[0]
-- return (out_1,)
 + reshape_4 = reshape(l_weight_, (-1,))
 + to_3 = to(reshape_4, torch.float32)
 + cat = cat([to_3])
 + reshape_5 = reshape(cat, (1, 1, -1))
 + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.353553, score_mod=<text of
     28 lines>, values=reshape_5)
-+ return (plain_attention,)""",
+~ return: flex_attention[0] -> plain_attention
+- flex_attention""",
     )
     assert_golden(
         changes(found["insert_attention"]),
         """\
-- plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.353553, score_mod=<text of
-    28 lines>, values=reshape_5)
-- return (plain_attention,)
 + ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, [reshape_5],
     sizes=[17, 17], spec='scale=0.353553 +bias score_mod=<text of 28 lines>',
     group=GROUP)
-+ getitem_5 = ring_attention_default[0]
-+ return (getitem_5,)""",
+~ return: plain_attention -> ring_attention_default[0]
+- plain_attention""",
     )
 
 

@@ -6,17 +6,9 @@ import inspect
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.golden.capture import capture, fake_group
+from tests.golden.capture import capture
 from tests.support.forms.torch_forms import TABLE, Model, numbers_of_torch, pattern
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of 2."""
-    with fake_group(ranks=2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 def test_there_are_no_others():

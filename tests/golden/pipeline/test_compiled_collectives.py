@@ -3,19 +3,16 @@
 import operator
 from collections import Counter
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import torch
 import torch.fx as fx
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import cpcompile as cp
-from cpcompile.compile import inner_compilers
+from tests.golden.ring_graphs import kept_graphs
 from tests.models.families.small_gpt import SmallGPT
 from tests.support.settings import split
 
@@ -37,16 +34,6 @@ class Compiled:
 
 def compile_step(tokens=S, form="plain inputs", mesh=None, model=None, **options):
     """Forward and backward of SmallGPT; what a fake group computes has no meaning."""
-    graphs = {"forward": [], "backward": []}
-
-    def keep(name):
-        def compiler(gm, _):
-            graphs[name].append(gm.graph)
-            return make_boxed_func(gm.forward)
-
-        return compiler
-
-    inner = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
     model = SmallGPT(VOCABULARY, WIDTH, HEADS, LAYERS, CONTEXT, **(model or {}))
     ids = torch.randint(VOCABULARY, (1, tokens))
     inputs = [ids, ids.roll(1)]
@@ -55,15 +42,11 @@ def compile_step(tokens=S, form="plain inputs", mesh=None, model=None, **options
         options |= {"mesh": mesh, "shard": {"tokens": 1, "labels": 1}}
     else:
         inputs = [cp.shard(x, mesh, 1) for x in inputs]
-    eager = mock.patch.object(
-        inner_compilers, "aot_eager", lambda gm, given, *_: inner(gm, given)
-    )
-    with eager, settings:
+    with kept_graphs() as (graphs, _), settings:
         step = torch.compile(model, backend="cp", fullgraph=True, options=options)
         _, loss = step(*inputs)
         loss.backward()
-    (forward,), (backward,) = graphs["forward"], graphs["backward"]
-    return Compiled(model, forward, backward)
+    return Compiled(model, *graphs)
 
 
 def targets(graph):

@@ -7,7 +7,7 @@ from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
 from tests.support.grids import MODULES, WIDTH, Stages
 
-in_two = pytest.mark.parametrize("mesh_of", [2], indirect=True)
+MESH_RANKS = 2
 
 
 def found(name, mesh, batch=1):
@@ -16,10 +16,9 @@ def found(name, mesh, batch=1):
     return capture(make(), x, mesh=mesh, shard={"x": 1})
 
 
-@in_two
-def test_windows_are_left_alone(mesh_of):
+def test_windows_are_left_alone(mesh):
     """Global attention is planned, and attention within windows has no message."""
-    captured = found("windows", mesh_of)
+    captured = found("windows", mesh)
     assert captured["find_windows"].rewrites == 1
     assert len(captured.ctx.findings.plans) == 1
     assert_golden(
@@ -36,30 +35,27 @@ getitem_6 = ring_attention_default[0]  # [1, 4, 64, 8] S(2)""",
 COUNTS = {"shifted": (1, 1), "biased": (1, 1), "uneven": (1, 1), "axes": (1, 1)}
 
 
-@in_two
 @pytest.mark.parametrize("name", COUNTS)
-def test_which_calls_are_windows(mesh_of, name):
-    captured = found(name, mesh_of)
+def test_which_calls_are_windows(mesh, name):
+    captured = found(name, mesh)
     left, planned = COUNTS[name]
     assert captured["find_windows"].rewrites == left
     assert len(captured.ctx.findings.plans) == planned
 
 
-@in_two
-def test_a_twin_has_its_tokens_in_the_sequence(mesh_of):
+def test_a_twin_has_its_tokens_in_the_sequence(mesh):
     """Rows of a batch are no windows."""
     make, _ = MODULES["windows"]
     captured = capture(
-        make().whole, torch.zeros(8, 16, WIDTH), mesh=mesh_of, shard={"x": 1}
+        make().whole, torch.zeros(8, 16, WIDTH), mesh=mesh, shard={"x": 1}
     )
     assert captured["find_windows"].rewrites == 0
     assert len(captured.ctx.findings.plans) == 1
 
 
-@in_two
-def test_windows_of_the_rows_of_an_image(mesh_of):
+def test_windows_of_the_rows_of_an_image(mesh):
     """A mask for each window is cut as the windows are; a bias is the same for all."""
-    captured = capture(Stages(), torch.zeros(2, 3, 64, 16), mesh=mesh_of)
+    captured = capture(Stages(), torch.zeros(2, 3, 64, 16), mesh=mesh)
     assert captured["find_windows"].rewrites == 2
     assert "cp_replicated" not in captured.text
     assert_golden(

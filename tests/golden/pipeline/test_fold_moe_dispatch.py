@@ -71,12 +71,15 @@ truediv = truediv(getitem_11, 64)  # [4] P(sum)""",
 
 
 class Layer(torch.nn.Module):
-    """Attention, and what `use` makes of its tokens and of their experts."""
+    """Attention, and what `use` makes of its tokens and of their experts.
 
-    def __init__(self, use):
+    use(layer, x, keys, order): keys are the experts in order, and order their sort.
+    """
+
+    def __init__(self, use, sort=lambda layer, ids: ids.flatten().sort()):
         super().__init__()
         self.base = ROUTED["Routed"]()
-        self.use = use
+        self.use, self.sort = use, sort
         self.weight = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
         self.register_buffer("table", torch.arange(EXPERTS).flip(0))
 
@@ -86,7 +89,8 @@ class Layer(torch.nn.Module):
         x = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         x = x.transpose(1, 2).flatten(2).reshape(-1, WIDTH)
         ids = self.base.gate(x).topk(CHOSEN, dim=-1)[1]
-        return self.use(self, x, ids).view(-1, CHOSEN, WIDTH).sum()
+        keys, order = self.sort(self, ids)
+        return self.use(self, x, keys, order).view(-1, CHOSEN, WIDTH).sum()
 
 
 def back(rows, order):
@@ -105,109 +109,82 @@ def product(layer, rows, where):
     return F.grouped_mm(rows.bfloat16(), weight, offs=where).float()
 
 
-def plain(layer, x, ids):
-    keys, order = ids.flatten().sort()
+def plain(layer, x, keys, order):
     return back(product(layer, x[order // CHOSEN], ends(keys)), order)
 
 
-def another_divisor(layer, x, ids):
-    _, order = ids.flatten().sort()
-    return back(x[order // 4], order)
+def sorted_rows_are_used(layer, x, keys, order):
+    rows = x[order // CHOSEN]
+    return back(rows, order) + rows
 
 
-def descending(layer, x, ids):
-    keys, order = ids.flatten().sort(descending=True)
-    return back(product(layer, x[order // CHOSEN], ends(keys)), order)
-
-
-def looked_up(layer, x, ids):
-    """Experts of a table, as routers by hash have them; only data says which."""
-    keys, order = layer.table[ids].flatten().sort()
-    return back(product(layer, x[order // CHOSEN], ends(keys)), order)
-
-
-def counted_from_one(layer, x, ids):
-    keys, order = ids.flatten().sort()
-    return back(product(layer, x[order // CHOSEN], ends(keys, low=1)), order)
-
-
-def ends_of_another_order(layer, x, ids):
-    other, _ = ids.flip(1).flatten().sort()
-    _, order = ids.flatten().sort()
-    return back(product(layer, x[order // CHOSEN], ends(other)), order)
-
-
-def divided_as_numbers(layer, x, ids):
-    _, order = ids.flatten().sort()
-    return back(x[order.div(CHOSEN).long()], order)
-
-
-def keys_of_few_bits(layer, x, ids):
-    keys, order = ids.flatten().sort()
-    where = ends((keys * 100).to(torch.int8))
-    return back(product(layer, x[order // CHOSEN], where), order)
-
-
-def order_of_few_bits(layer, x, ids):
-    _, order = ids.flatten().sort()
-    return back(x[order.to(torch.int8).long() // CHOSEN], order)
-
-
-def added_where_others_are(layer, x, ids):
-    _, order = ids.flatten().sort()
+def added_where_others_are(layer, x, keys, order):
     rows = x[order // CHOSEN]
     places = order.unsqueeze(1).expand(-1, WIDTH)
     return torch.ones_like(rows).scatter(0, places, rows, reduce="add")
 
 
-def sorted_rows_are_used(layer, x, ids):
-    _, order = ids.flatten().sort()
-    rows = x[order // CHOSEN]
-    return back(rows, order) + rows
-
-
-def normalised_over_tokens(layer, x, ids):
-    _, order = ids.flatten().sort()
-    rows = x[order // CHOSEN]
-    return back(rows - rows.mean(0), order)
-
-
-def random_numbers(layer, x, ids):
-    _, order = ids.flatten().sort()
-    return back(F.dropout(x[order // CHOSEN]), order)
-
-
-def neighbours_in_the_order(layer, x, ids):
-    _, order = ids.flatten().sort()
+def neighbours_in_the_order(layer, x, keys, order):
     rows = x[order // CHOSEN].view(-1, CHOSEN, WIDTH).sum(1)
     return rows.repeat_interleave(CHOSEN, dim=0)
 
 
-def written_while_it_is_read(layer, x, ids):
+def written_while_it_is_read(layer, x, keys, order):
     x = x * 1
-    _, order = ids.flatten().sort()
     rows = x[order // CHOSEN]
     x.add_(1)
     return back(rows + x.repeat_interleave(CHOSEN, dim=0)[order], order)
 
 
-def another_inverse(layer, x, ids):
-    _, order = ids.flatten().sort()
+def another_inverse(layer, x, keys, order):
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0]).flip(0)
     return x[order // CHOSEN][inverse]
 
 
-TWINS = [
-    another_divisor, descending, counted_from_one,
-    ends_of_another_order, sorted_rows_are_used, normalised_over_tokens, random_numbers,
-    neighbours_in_the_order, written_while_it_is_read, another_inverse,
-    divided_as_numbers, keys_of_few_bits, order_of_few_bits, added_where_others_are,
-]  # fmt: skip
+def of_rows(change):
+    """Rows in the order of experts, changed, and brought back."""
+    return lambda layer, x, keys, order: back(change(x[order // CHOSEN]), order)
+
+
+def of_ends(find):
+    """A product of each expert with its rows, which end where `find` says."""
+    return lambda layer, x, keys, order: back(
+        product(layer, x[order // CHOSEN], find(keys)), order
+    )
+
+
+# Experts of a table, as routers by hash have them; only data says which.
+LOOKED_UP = (plain, lambda layer, ids: layer.table[ids].flatten().sort())
+TWINS = {
+    "another divisor": (lambda layer, x, keys, order: back(x[order // 4], order),),
+    "descending": (plain, lambda layer, ids: ids.flatten().sort(descending=True)),
+    "counted from one": (of_ends(lambda keys: ends(keys, low=1)),),
+    "ends of another order": (
+        plain,
+        lambda layer, ids: (ids.flip(1).flatten().sort()[0], ids.flatten().sort()[1]),
+    ),
+    "sorted rows are used": (sorted_rows_are_used,),
+    "normalised over tokens": (of_rows(lambda rows: rows - rows.mean(0)),),
+    "random numbers": (of_rows(F.dropout),),
+    "neighbours in the order": (neighbours_in_the_order,),
+    "written while it is read": (written_while_it_is_read,),
+    "another inverse": (another_inverse,),
+    "divided as numbers": (
+        lambda layer, x, keys, order: back(x[order.div(CHOSEN).long()], order),
+    ),
+    "keys of few bits": (of_ends(lambda keys: ends((keys * 100).to(torch.int8))),),
+    "order of few bits": (
+        lambda layer, x, keys, order: back(
+            x[order.to(torch.int8).long() // CHOSEN], order
+        ),
+    ),
+    "added where others are": (added_where_others_are,),
+}
 
 
 def test_numbers_that_only_data_tells_are_checked(mesh):
-    layer = Layer(looked_up)
+    layer = Layer(*LOOKED_UP)
     found = captured(lambda tokens: layer(tokens), mesh)["fold_moe_dispatch"]
     assert found.rewrites == 1
     assert "cp.expert_numbers" not in found.after  # it is a part of the call
@@ -219,9 +196,9 @@ def test_what_the_twins_differ_from(mesh):
     assert found.rewrites == 1 and "# [64, 32]" not in found.after
 
 
-@pytest.mark.parametrize("use", TWINS)
-def test_a_twin_stays(mesh, use):
-    layer = Layer(use)
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_stays(mesh, name):
+    layer = Layer(*TWINS[name])
     found = captured(lambda tokens: layer(tokens), mesh)
     assert (
         "# [64, 32]" in found["fold_moe_dispatch"].after

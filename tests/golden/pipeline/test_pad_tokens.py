@@ -1,13 +1,11 @@
 """What hides the padding of a length that the ranks do not divide."""
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.golden.capture import capture, fake_group
+from tests.golden.capture import capture, changes, fake_group
 from tests.golden.golden_text import assert_golden
 
 TABLE, WEIGHT = torch.randn(64, 8), torch.randn(8, 11)
@@ -29,14 +27,6 @@ def padded(mesh, fn, *inputs):
     return capture(fn, *inputs, mesh=mesh, shard=shard, dynamic=None)
 
 
-def named_sizes(text):
-    """torch numbers its symbols: that of the padded length is P, the other S."""
-    (padded,) = re.findall(
-        r"arange\(cp_padded_length, device=cpu\)  # \[(s\d+)\]", text
-    )
-    return re.sub(r"\bs\d+\b(?!\w)", "S", re.sub(rf"\b{padded}\b", "P", text))
-
-
 def attend(x, **options):
     q = x.unsqueeze(1)
     return F.scaled_dot_product_attention(q, q, q, **options).squeeze(1)
@@ -53,32 +43,15 @@ def test_labels_and_positions(mesh):
     found = padded(mesh, loss, torch.randn(2, 21, 8), torch.zeros(2, 21).long())
     assert found["pad_tokens"].rewrites == 2
     assert_golden(
-        named_sizes(found["pad_tokens"].after),
+        changes(found["pad_tokens"]),
         """\
-S = input
-l_x_ = input  # [2, P, 8]
-g_table_ = input  # [64, 8]
-g_weight_ = input  # [8, 11]
-S = input
-l_labels_ = input  # [2, P]
-cp_real_length = input  # []
-cp_padded_length = input
-arange_1 = arange(cp_padded_length, device=cpu)  # [P]
-lt = lt(arange_1, cp_real_length)  # [P]
-arange = arange(cp_padded_length)  # [P]
-where = where(lt, arange, 0)  # [P]
-embedding = embedding(where, g_table_)  # [P, 8]
-x = add(l_x_, embedding)  # [2, P, 8]
-q = .unsqueeze(x, 1)  # [2, 1, P, 8]
-scaled_dot_product_attention = scaled_dot_product_attention(q, q, q,
-    is_causal=True)  # [2, 1, P, 8]
-squeeze = .squeeze(scaled_dot_product_attention, 1)  # [2, P, 8]
-logits = matmul(squeeze, g_weight_)  # [2, P, 11]
-mT = mT(logits)  # [2, 11, P]
-reshape = reshape(lt, [1, -1])  # [1, P]
-where_1 = where(reshape, l_labels_, -100)  # [2, P]
-cross_entropy = cross_entropy(mT, where_1)  # []
-return (cross_entropy,)""",
++ arange_1 = arange(cp_padded_length, device=cpu)
++ lt = lt(arange_1, cp_real_length)
++ where = where(lt, arange, 0)
+~ embedding: arange -> where
++ reshape = reshape(lt, [1, -1])
++ where_1 = where(reshape, l_labels_, -100)
+~ cross_entropy: l_labels_ -> where_1""",
     )
 
 
@@ -91,26 +64,20 @@ def test_keys_and_averages(mesh):
     (mask,) = found.ctx.findings.masks.values()
     assert mask.text == "key padding"
     assert_golden(
-        named_sizes(found["pad_tokens"].after),
+        changes(found["pad_tokens"]),
         """\
-S = input
-l_x_ = input  # [2, P, 8]
-cp_real_length = input  # []
-cp_padded_length = input
-arange = arange(cp_padded_length, device=cpu)  # [P]
-lt = lt(arange, cp_real_length)  # [P]
-q = .unsqueeze(l_x_, 1)  # [2, 1, P, 8]
-zeros_like = zeros_like(arange)  # [P]
-unsqueeze = unsqueeze(zeros_like, 0)  # [1, P]
-where = where(lt, unsqueeze, -1)  # [1, P]
-scaled_dot_product_attention = scaled_dot_product_attention(q, q, q)  # [2, 1, P, 8]
-squeeze = .squeeze(scaled_dot_product_attention, 1)  # [2, P, 8]
-reshape = reshape(lt, [1, -1, 1])  # [1, P, 1]
-where_1 = where(reshape, squeeze, 0)  # [2, P, 8]
-mul = mul(cp_real_length, 8)  # []
-sum_1 = sum(where_1, [1, 2], dtype=torch.float32)  # [2]
-div = div(sum_1, mul)  # [2]
-return (div,)""",
++ arange = arange(cp_padded_length, device=cpu)
++ lt = lt(arange, cp_real_length)
++ zeros_like = zeros_like(arange)
++ unsqueeze = unsqueeze(zeros_like, 0)
++ where = where(lt, unsqueeze, -1)
++ reshape = reshape(lt, [1, -1, 1])
++ where_1 = where(reshape, squeeze, 0)
++ mul = mul(cp_real_length, 8)
++ sum_1 = sum(where_1, [1, 2], dtype=torch.float32)
++ div = div(sum_1, mul)
+~ return: mean -> div
+- mean""",
     )
 
 

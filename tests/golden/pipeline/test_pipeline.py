@@ -121,30 +121,10 @@ def test_every_pass_is_counted(mesh):
     assert counts | kept == counters["cpcompile"]
     assert counts["shard_graph"] == graph.distributed_calls > 20
     del counts["shard_graph"]
-    assert counts == {
-        "inline_attention_modules": 0,
-        "number_rows": 0,
-        "functionalise_writes": 0,
-        "join_parts": 0,
-        "find_latents": 0,
-        "decompose_flex_attention": 0,
-        "fold_attention_patterns": 0,
-        "cut_before_products": 0,
-        "unflatten_losses": 0,
-        "align_operands": 0,
-        "split_window_views": 0,
+    rewrites = {
         "find_attention": 2,
-        "rewrite_masks": 0,
-        "find_windows": 0,
-        "fold_kv_repeat": 0,
-        "pad_tokens": 0,
         "choose_strategy": 2,
         "insert_attention": 2,
-        "fold_moe_dispatch": 0,
         "lay_out_tokens": 2,
-        "pad_convolutions": 0,
-        "fold_transforms": 0,
-        "fold_scans": 0,
-        "split_pairs_by_rows": 0,
-        "exchange_mixers": 0,
     }
+    assert {name: count for name, count in counts.items() if count} == rewrites

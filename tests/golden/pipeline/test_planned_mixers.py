@@ -91,11 +91,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("mesh_of", "kind", "backward", "sizes", "strategy"), CASES, indirect=["mesh_of"]
+    ("mesh", "kind", "backward", "sizes", "strategy"), CASES, indirect=["mesh"]
 )
-def test_plan_and_pass_agree(mesh_of, kind, backward, sizes, strategy):
-    ours = planned(mesh_of, kind, backward, sizes)
-    theirs = decided(mesh_of, kind, backward, sizes)
+def test_plan_and_pass_agree(mesh, kind, backward, sizes, strategy):
+    ours = planned(mesh, kind, backward, sizes)
+    theirs = decided(mesh, kind, backward, sizes)
     assert theirs.strategy.value == strategy
     assert ours.strategy is theirs.strategy
     assert ours.dim == theirs.dim
@@ -105,11 +105,11 @@ def test_plan_and_pass_agree(mesh_of, kind, backward, sizes, strategy):
         assert dict(ours.seconds)[way] == pytest.approx(seconds, rel=1e-3), way
 
 
-@pytest.mark.parametrize("mesh_of", [3], indirect=True)
-def test_plan_and_pass_exclude_alike(mesh_of):
+@pytest.mark.parametrize("mesh", [3], indirect=True)
+def test_plan_and_pass_exclude_alike(mesh):
     """Two numbers of heads, of which three ranks divide one, and two channels."""
     sizes = (1, 3 * 64, 4, 12, 64, 2)
-    prices = dict(decided(mesh_of, DELTA, True, sizes).seconds)
-    plan = planned(mesh_of, DELTA, True, sizes)
+    prices = dict(decided(mesh, DELTA, True, sizes).seconds)
+    plan = planned(mesh, DELTA, True, sizes)
     assert {*dict(plan.seconds)} == {*prices}
     assert MixerStrategy.EXCHANGE not in prices

@@ -24,8 +24,7 @@ def test_an_indexer(mesh):
         changes(step),
         """\
 + whole_keys = whole_keys(k_1, 1)
-- transpose_3 = .transpose(k_1, -1, -2)
-+ transpose_3 = .transpose(whole_keys, -1, -2)""",
+~ transpose_3: k_1 -> whole_keys""",
     )
 
 

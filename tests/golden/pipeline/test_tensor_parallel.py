@@ -21,7 +21,7 @@ from cpcompile.options import GradSync
 from cpcompile.passes.graph.context import InputKind
 from cpcompile.torch_patches import dead_collectives
 from tests.golden.capture import capture, fake_group
-from tests.golden.golden_text import assert_golden, bare_calls
+from tests.golden.golden_text import assert_golden, bare_calls, lines_with
 
 HEADS = {"inner": ColwiseParallel(), "out": RowwiseParallel()}
 TOKENS = {
@@ -79,34 +79,25 @@ def test_heads_are_sharded_over_tp(mesh):
     layer = parallelize_module(Layer(), mesh["tp"], HEADS)
     x = torch.randn(2, 8, 8)
     found = capture(layer, x, mesh=mesh, strategy="ring", shard={"x": 1})
+    moves = ("cp_tp", "linear", "= cp_replicate(", "= add(")
     assert_golden(
-        bare_calls(found.text),
+        lines_with(bare_calls(found.text), *moves),
         """\
 cp_replicate = cp_replicate(l_self_modules_norm_parameters_weight_)
-cp_shard = cp_shard(l_x_, 1)
 cp_tp_enter = cp_tp_enter(l_self_modules_inner_parameters_weight_, (S(0),), (8, 8),
     (8, 1), 0)
 cp_tp_enter_1 = cp_tp_enter(l_self_modules_out_parameters_weight_, (S(1),), (8, 8),
     (8, 1), 0)
-input_tensor = rms_norm(cp_shard, (8,), cp_replicate, None)
 cp_tp_lift = cp_tp_lift(input_tensor, (R,))
 linear = linear(cp_tp_lift, cp_tp_enter, None)
 cp_tp_move = cp_tp_move(linear, (S(2),))
 cp_tp_lower = cp_tp_lower(cp_tp_move, None)
 unflatten = .unflatten(cp_tp_lower, -1, (-1, 2))
-y = .transpose(unflatten, 1, 2)
-ring_attention_default = cp.ring_attention(y, y, y, sizes=[8, 8],
-    spec='causal scale=0.707107', group=GROUP)
-getitem = ring_attention_default[0]
-transpose_1 = .transpose(getitem, 1, 2)
-input_tensor_2 = .flatten(transpose_1, 2)
 cp_tp_lift_1 = cp_tp_lift(input_tensor_2, (S(2),))
 linear_1 = linear(cp_tp_lift_1, cp_tp_enter_1, None)
 cp_tp_move_1 = cp_tp_move(linear_1, (R,))
 cp_tp_lower_1 = cp_tp_lower(cp_tp_move_1, None)
-add = add(cp_shard, cp_tp_lower_1)
-cp_gather = cp_gather(add)
-return (cp_gather,)""",
+add = add(cp_shard, cp_tp_lower_1)""",
     )
     kinds = Counter(x.kind for x in found.ctx.inputs.values())
     assert kinds[InputKind.OTHER_AXES] == 2
@@ -143,22 +134,15 @@ cp_tp_regular = cp_tp_regular(mean)  # [2, 4] R""",
 def test_a_call_that_mixes_tokens_gets_them_in_order(mesh):
     found = captured(mesh, lambda x: x + x.cumsum(1))
     assert_golden(
-        found.lines("cumsum", *MOVES),
+        found.lines("cumsum", "regular(", "= add(", "cp_place"),
         """\
-cp_tp_lift = cp_tp_lift(l_ids_, (R,))  # [2, 8] R,R
-cp_tp_move = cp_tp_move(embedding, (S(1),))  # [2, 8, 8] S(1),S(1)
 cp_tp_regular = cp_tp_regular(cp_tp_move)  # [2, 4, 8] R
 cumsum = .cumsum(cp_tp_regular, 1)  # [2, 4, 8] R
 cp_shard_1 = cp_shard(cumsum, 1)  # [2, 4, 8] S(1)
 cp_tp_regular_1 = cp_tp_regular(cp_tp_move)  # [2, 4, 8] R
 input_tensor_1 = add(cp_tp_regular_1, cp_shard_1)  # [2, 4, 8] S(1)
+cp_place = cp_place(input_tensor_1, (R,))  # [2, 4, 8] R
 cp_tp_lift_1 = cp_tp_lift(cp_place, (S(1),))  # [2, 8, 8] R,S(1)
-hook_result_1 = rms_norm(cp_shard_2, (8,), cp_tp_enter_1, None)  # [2, 8, 8] S(1),S(1)
-cp_tp_move_1 = cp_tp_move(hook_result_1, (R,))  # [2, 8, 8] S(1),R
-cp_tp_move_2 = cp_tp_move(linear, (S(2),))  # [2, 8, 8] S(1),S(2)
-cp_tp_lower = cp_tp_lower(cp_tp_move_2, None)  # [2, 8, 4] S(1)
-cp_tp_lift_2 = cp_tp_lift(input_tensor_3, (S(2),))  # [2, 8, 8] S(1),S(2)
-cp_tp_move_3 = cp_tp_move(linear_1, (S(1),))  # [2, 8, 8] S(1),S(1)
 cp_tp_regular_2 = cp_tp_regular(cp_tp_move_3)  # [2, 4, 8] R
 add_1 = add(input_tensor_1, cp_tp_regular_2)  # [2, 4, 8] S(1)""",
     )

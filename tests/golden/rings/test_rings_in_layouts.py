@@ -6,14 +6,12 @@ import re
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 
 from cpcompile.kernels import choice
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 from tests.golden.capture import fake_group
 from tests.golden.golden_text import assert_golden, lines_with
-from tests.golden.ring_graphs import expand, name_operands, text
+from tests.golden.ring_graphs import brief, expand, kept_graphs, name_operands, text
 from tests.support.attention_calls import rest
 
 RANKS = 4
@@ -22,20 +20,13 @@ _KEY_RANGE = re.compile(r"(?:rows|keys|upper|lower)=\[.*?\], ")
 
 def traced(rank, layout, tokens=8):
     """Forward and backward of the operator on `tokens` of this rank's tokens."""
-    graphs = []
-
-    def keep(gm, _):
-        graphs.append(gm.graph)
-        return make_boxed_func(gm.forward)
-
     given = rest(RANKS * tokens, RANKS * tokens, True, 0.5, "0", layout=layout)
 
     def attend(q, k, v):
         return torch.ops.cp.ring_attention(q, k, v, *given)[0]
 
-    with fake_group(rank, RANKS):
+    with fake_group(rank, RANKS), kept_graphs() as (graphs, compiler):
         qkv = torch.randn(3, 1, 2, tokens, 4).unbind()
-        compiler = aot_autograd(fw_compiler=keep, bw_compiler=keep)
         step = torch.compile(attend, backend=compiler, fullgraph=True)
         step(*(x.requires_grad_() for x in qkv)).sum().backward()
     for graph in graphs:
@@ -60,56 +51,53 @@ def test_forward_of_zigzag():
     graph, _ = traced(1, "zigzag")
     ring = "sizes=[32, 32], spec='causal zigzag scale=0.5', group=GROUP)"
     assert ring in text(graph)
+    unrolled(graph, 1)
     assert_golden(
-        lines_with(unrolled(graph, 1), "= cp."),
+        lines_with(brief(graph), "= cp."),
         """\
-shift = cp.ring_shift([k, v], group=GROUP, where='keys and values, step 0')
-step = cp.attention_step(q, k, v, upper=[1, 1], spec='scale=0.5', final=False,
-    kernel='aten_flash', after=shift[0])
+shift = cp.ring_shift([k, v], where='keys and values, step 0')
+step = cp.attention_step(q, k, v, upper=[1, 1], final=False, after=shift[0])
 wait = cp.ring_wait(shift[0], step[0], where='keys and values, step 0')
 wait_1 = cp.ring_wait(shift[1], step[0], where='keys and values, step 0')
-shift_1 = cp.ring_shift([wait, wait_1], group=GROUP, where='keys and values, step 1')
-step_1 = cp.attention_step(q, wait, wait_1, step[0], step[1], keys=[0, 4],
-    spec='scale=0.5', final=False, kernel='aten_flash', after=shift_1[0])
+shift_1 = cp.ring_shift([wait, wait_1], where='keys and values, step 1')
+step_1 = cp.attention_step(q, wait, wait_1, step[0], step[1], keys=[0, 4], final=False,
+    after=shift_1[0])
 wait_2 = cp.ring_wait(shift_1[0], step_1[0], where='keys and values, step 1')
 wait_3 = cp.ring_wait(shift_1[1], step_1[0], where='keys and values, step 1')
-shift_2 = cp.ring_shift([wait_2, wait_3], group=GROUP, where='keys and values, step 2')
+shift_2 = cp.ring_shift([wait_2, wait_3], where='keys and values, step 2')
 step_2 = cp.attention_step(q, wait_2, wait_3, step_1[0], step_1[1], rows=[4, 8],
-    spec='scale=0.5', final=False, kernel='aten_flash', after=shift_2[0])
+    final=False, after=shift_2[0])
 wait_4 = cp.ring_wait(shift_2[0], step_2[0], where='keys and values, step 2')
 wait_5 = cp.ring_wait(shift_2[1], step_2[0], where='keys and values, step 2')
 step_3 = cp.attention_step(q, wait_4, wait_5, step_2[0], step_2[1], rows=[4, 8],
-    spec='scale=0.5', final=True, kernel='aten_flash')""",
+    final=True)""",
     )
 
 
 def test_backward_of_zigzag():
     _, graph = traced(1, "zigzag")
+    unrolled(graph, 1)
+    text = lines_with(brief(graph), "= cp.attention_step", "= cp.ring_shift")
     assert_golden(
-        lines_with(unrolled(graph, 1), "= cp.attention_step", "= cp.ring_shift"),
+        text.replace(" bias_grad=False,", ""),
         """\
-shift = cp.ring_shift([k, v], group=GROUP, where='keys and values, step 0')
-step_backward = cp.attention_step_backward(grad, q, k, v, lse, out, parts='all',
-    upper=[1, 1], spec='scale=0.5', final=False, kernel='aten_flash', after=shift[0])
-shift_1 = cp.ring_shift([step_backward[1], step_backward[2]], group=GROUP,
-    where='dk and dv, step 0')
-shift_2 = cp.ring_shift([wait, wait_1], group=GROUP, where='keys and values, step 1',
+shift = cp.ring_shift([k, v], where='keys and values, step 0')
+step_backward = cp.attention_step_backward(grad, q, k, v, out, lse, upper=[1, 1],
+    final=False, after=shift[0])
+shift_1 = cp.ring_shift([step_backward[1], step_backward[2]], where='dk and dv, step 0')
+shift_2 = cp.ring_shift([wait, wait_1], where='keys and values, step 1',
     after=shift_1[0])
-step_backward_1 = cp.attention_step_backward(grad, q, wait, wait_1, lse, out,
-    [step_backward[0]], parts='all', keys=[0, 4], spec='scale=0.5', final=False,
-    kernel='aten_flash', after=shift_2[0])
-shift_3 = cp.ring_shift([add, add_1], group=GROUP, where='dk and dv, step 1')
-shift_4 = cp.ring_shift([wait_4, wait_5], group=GROUP, where='keys and values, step 2',
+step_backward_1 = cp.attention_step_backward(grad, q, wait, wait_1, out, lse,
+    step_backward[0], keys=[0, 4], final=False, after=shift_2[0])
+shift_3 = cp.ring_shift([add, add_1], where='dk and dv, step 1')
+shift_4 = cp.ring_shift([wait_4, wait_5], where='keys and values, step 2',
     after=shift_3[0])
-step_backward_2 = cp.attention_step_backward(grad, q, wait_4, wait_5, lse, out,
-    [step_backward_1[0]], parts='all', rows=[4, 8], spec='scale=0.5', final=False,
-    kernel='aten_flash', after=shift_4[0])
-shift_5 = cp.ring_shift([add_2, add_3], group=GROUP, where='dk and dv, step 2')
-step_backward_3 = cp.attention_step_backward(grad, q, wait_8, wait_9, lse, out,
-    [step_backward_2[0]], parts='all', rows=[4, 8], spec='scale=0.5', final=True,
-    kernel='aten_flash', after=shift_5[0])
-shift_6 = cp.ring_shift([add_4, add_5], group=GROUP,
-    where='dk and dv, step 3, behind no step')""",
+step_backward_2 = cp.attention_step_backward(grad, q, wait_4, wait_5, out, lse,
+    step_backward_1[0], rows=[4, 8], final=False, after=shift_4[0])
+shift_5 = cp.ring_shift([add_2, add_3], where='dk and dv, step 2')
+step_backward_3 = cp.attention_step_backward(grad, q, wait_8, wait_9, out, lse,
+    step_backward_2[0], rows=[4, 8], final=True, after=shift_5[0])
+shift_6 = cp.ring_shift([add_4, add_5], where='dk and dv, step 3, behind no step')""",
     )
 
 

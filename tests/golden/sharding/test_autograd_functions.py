@@ -32,7 +32,7 @@ def test_a_fused_loss_runs_on_the_tokens_of_each_rank(mesh, caplog):
 cp_place = cp_place(arg, (_S(0, 2),))
 autograd_function_apply = cp_row_parallel_function(cp_replicate_4, y_1, cp_replicate_3,
     getattr_1, getattr_2, getattr_3, getattr_4, cp_place)
-getitem_3 = autograd_function_apply[0]""",
+cp_gather = cp_gather(autograd_function_apply[0])""",
     )
     assert warnings(caplog) == []
 
@@ -45,8 +45,7 @@ def test_a_mean_of_every_chunk_is_gathered(mesh, caplog):
         """\
 cp_replicated = cp_replicated(autograd_function_apply, autograd_function_apply_forward,
     autograd_function_apply_backward, arg, y_1, cp_replicate_3, getattr_1, getattr_2,
-    non_differentiable_idx=[], saved_for_backward_idx=[0, 1])
-getitem_3 = cp_replicated[0]""",
+    non_differentiable_idx=[], saved_for_backward_idx=[0, 1])""",
     )
     (warning,) = warnings(caplog)
     assert_golden(
@@ -72,11 +71,7 @@ def test_a_function_without_writes_stays(mesh):
 
     found = sharded(lambda x: Doubled.apply(attend(x)), mesh)
     assert found["functionalise_writes"].rewrites == 0
-    assert_golden(
-        lines_with(body(found), "function"),
-        """\
-""",
-    )
+    assert "function" not in body(found)
 
 
 def test_writes_of_a_body(mesh):

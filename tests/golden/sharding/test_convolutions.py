@@ -6,20 +6,13 @@ import re
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.golden.capture import capture, fake_group
+from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden, lines_with
 from tests.support.forms.convolved_forms import FORMS, TWINS, Model
 
+MESH_RANKS = 2
 WORDS = ("conv", "pad", "slice")
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of 2."""
-    with fake_group(ranks=2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 def captured(mesh, name, length=16):

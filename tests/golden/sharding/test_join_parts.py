@@ -17,6 +17,36 @@ def joined(write, mesh, until="join_parts"):
     return capture(forward, x, mesh=mesh, shard={"x": 1}, until=until)[until]
 
 
+class _Index:
+    def __getitem__(self, index):
+        return index
+
+
+at = _Index()
+FIRST, REST = at[..., :3], at[..., 3:]
+EARLY, LATE = at[:, :7], at[:, 7:]
+
+
+def of(*writes, make=torch.empty_like):
+    """A new tensor, and what is written to parts of it: of x, of y, or a number."""
+
+    def write(x, y):
+        new = make(x)
+        for index, part in writes:
+            new[index] = part(x, y) if callable(part) else part
+        return new
+
+    return write
+
+
+def x_of(index):
+    return lambda x, y: x[index]
+
+
+def y_of(index):
+    return lambda x, y: y[index]
+
+
 def by_methods(x, y):
     new = x.new_empty(x.shape)
     new[..., 3:].copy_(y[..., 3:])
@@ -24,25 +54,13 @@ def by_methods(x, y):
     return new
 
 
-def by_items(x, y):
-    new = torch.empty_like(x)
-    new[..., :3] = x[..., :3]
-    new[..., 3:] = y[..., 3:]
-    return new
-
-
-def interleaved(x, y):
-    new = torch.zeros_like(x)
-    new[..., 1::2] = y[..., :4]
-    new[..., ::2] = x[..., :4]
-    return new
-
-
-def of_tokens(x, y):
-    new = torch.empty_like(x)
-    new[:, :7] = x[:, :7]
-    new[:, 7:] = y[:, 7:]
-    return new
+ODD, EVEN, HALF = at[..., 1::2], at[..., ::2], at[..., :4]
+interleaved = of((ODD, y_of(HALF)), (EVEN, x_of(HALF)), make=torch.zeros_like)
+FORMS = {
+    "items": of((FIRST, x_of(FIRST)), (REST, y_of(REST))),
+    "tokens": of((EARLY, x_of(EARLY)), (LATE, y_of(LATE))),
+    "another dtype": of((FIRST, lambda x, y: x[FIRST].double()), (REST, y_of(REST))),
+}
 
 
 def of_a_later_one(x, y):
@@ -56,31 +74,15 @@ def of_a_later_one(x, y):
     return new
 
 
-def of_another_dtype(x, y):
-    new = x.new_empty(x.shape)
-    new[..., :3] = x[..., :3].double()
-    new[..., 3:] = y[..., 3:]
-    return new
-
-
 def test_parts_by_methods(mesh):
     step = joined(by_methods, mesh)
     assert step.rewrites == 1
     assert_golden(
         changes(step),
         """\
-- new = .new_empty(y, (2, 40, 8))
-- getitem = new[..., 3:]
-- clone = clone(getitem)
-- copy_ = .copy_(clone, getitem_1)
-- cp_write = cp_write(new, clone, getitem)
-- getitem_2 = cp_write[..., :3]
 + cat = cat([getitem_3, getitem_1], 2)
-- clone_1 = clone(getitem_2)
-- copy__1 = .copy_(clone_1, getitem_3)
-- cp_write_1 = cp_write(cp_write, clone_1, getitem)
-- unflatten_1 = .unflatten(cp_write_1, -1, (4, -1))
-+ unflatten_1 = .unflatten(cat, -1, (4, -1))""",
+~ unflatten_1: cp_write_1 -> cat
+- new_empty, getitem, clone, copy_, cp_write, getitem, clone, copy_, cp_write""",
     )
 
 
@@ -94,35 +96,18 @@ def test_parts_by_turns(mesh):
     assert_golden(
         changes(step),
         """\
-- new = zeros_like(y)
-- setitem = setitem(new, (..., 1::2), getitem)
-- setitem_1 = setitem(new, (..., ::2), getitem_1)
 + stack = stack([getitem_1, getitem], 3)
 + flatten_2 = flatten(stack, 2, 3)
-- unflatten_1 = .unflatten(new, -1, (4, -1))
-+ unflatten_1 = .unflatten(flatten_2, -1, (4, -1))""",
+~ unflatten_1: new -> flatten_2
+- zeros_like, setitem, setitem""",
     )
 
 
-@pytest.mark.parametrize("write", [by_items, of_tokens, of_another_dtype])
-def test_every_form(write, mesh):
-    step = joined(write, mesh)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form, mesh):
+    step = joined(FORMS[form], mesh)
     assert step.rewrites == 1
     assert "cat" in step.after and "setitem" not in step.after
-
-
-def a_part_is_left(x, y):
-    new = torch.zeros_like(x)
-    new[..., :3] = x[..., :3]
-    new[..., 4:] = y[..., 4:]
-    return new
-
-
-def a_part_twice(x, y):
-    new = torch.empty_like(x)
-    new[..., :4] = x[..., :4]
-    new[..., 3:] = y[..., 3:]
-    return new
 
 
 def read_in_between(x, y):
@@ -131,27 +116,6 @@ def read_in_between(x, y):
     half = new * 2
     new[..., 3:] = y[..., 3:]
     return new + half
-
-
-def two_dimensions(x, y):
-    new = torch.zeros_like(x)
-    new[..., :3] = x[..., :3]
-    new[:, :7] = y[:, :7]
-    return new
-
-
-def broadcast(x, y):
-    new = torch.empty_like(x)
-    new[..., :3] = x[..., :1]
-    new[..., 3:] = y[..., 3:]
-    return new
-
-
-def a_number(x, y):
-    new = torch.empty_like(x)
-    new[..., :3] = 1.0
-    new[..., 3:] = y[..., 3:]
-    return new
 
 
 def a_view_that_is_kept(x, y):
@@ -170,19 +134,24 @@ def under_no_grad(x, y):
     return new + x
 
 
-def by_positions(x, y):
-    new = torch.empty_like(x)
-    new[..., torch.arange(3)] = x[..., :3]
-    new[..., 3:] = y[..., 3:]
-    return new
+AFTER, TWO = at[..., 4:], (REST, y_of(REST))
+TWINS = {
+    "a part is left": of(
+        (FIRST, x_of(FIRST)), (AFTER, y_of(AFTER)), make=torch.zeros_like
+    ),
+    "a part twice": of((HALF, x_of(HALF)), TWO),
+    "two dimensions": of(
+        (FIRST, x_of(FIRST)), (EARLY, y_of(EARLY)), make=torch.zeros_like
+    ),
+    "broadcast": of((FIRST, x_of(at[..., :1])), TWO),
+    "a number": of((FIRST, 1.0), TWO),
+    "positions": of((at[..., torch.arange(3)], x_of(FIRST)), TWO),
+    "read in between": read_in_between,
+    "a view that is kept": a_view_that_is_kept,
+    "under no_grad": under_no_grad,
+}
 
 
-TWINS = [
-    a_part_is_left, a_part_twice, read_in_between, two_dimensions, broadcast, a_number,
-    a_view_that_is_kept, under_no_grad, by_positions,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("write", TWINS)
-def test_a_twin_stays(write, mesh):
-    assert joined(write, mesh).rewrites == 0
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_twin_stays(twin, mesh):
+    assert joined(TWINS[twin], mesh).rewrites == 0

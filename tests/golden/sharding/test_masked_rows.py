@@ -8,11 +8,12 @@ from tests.golden.capture import (
     body,
     capture,
     changes,
+    inside,
     sharded,
     warnings,
     without_lines,
 )
-from tests.golden.golden_text import assert_golden
+from tests.golden.golden_text import assert_golden, lines_without, table
 from tests.golden.operands import attend
 
 
@@ -33,10 +34,10 @@ def test_rows_of_another_sequence(mesh):
     assert_golden(
         without_lines(changes(captured["number_rows"])),
         """\
-- setitem = setitem(y, l_mask_, l_rows_)
 + row_numbers_default = cp.row_numbers(l_mask_, rows=11, exact=True, by_token=False,
     where='<top level> (LINE)')
-+ write_rows_ = write_rows_(y, l_mask_, row_numbers_default, l_rows_, 0, False)""",
++ write_rows_ = write_rows_(y, l_mask_, row_numbers_default, l_rows_, 0, False)
+- setitem""",
     )
     assert_golden(
         without_lines(captured.lines("row_numbers", "cp_place", "write_rows", "ring")),
@@ -54,47 +55,46 @@ getitem = ring_attention_default[0]  # [2, 2, 16, 4] S(2)""",
     )
 
 
-def test_a_mask_of_entries_is_numbered_by_token(mesh):
-    """So that no integer for each entry of the sequence is on every rank."""
+def scatter(x, mask, rows):
+    return x.relu().masked_scatter(mask, rows)
 
-    def scatter(x, mask, rows):
-        return x.relu().masked_scatter(mask, rows)
 
+def scatter_rows(x, mask, rows):
+    y = x.relu()
+    return y.masked_scatter(mask[..., None].expand_as(y), rows)
+
+
+def test_masks_of_entries(mesh):
+    """They are numbered by token, and by row where all entries of a row are equal.
+
+    So that no integer for each entry of the sequence is on every rank.
+    """
     entries = torch.rand(2, 16, 8) < 0.5
-    captured = sharded(scatter, mesh, more=(entries, torch.randn(300)))
+    captures = {
+        "by token": sharded(scatter, mesh, more=(entries, torch.randn(300))),
+        "by row": sharded(scatter_rows, mesh, more=(mask(), torch.randn(12, 8))),
+    }
+    words = ("expand", "row_numbers", "= cp_place", "= write_rows")
+    texts = {name: without_lines(x.lines(*words)) for name, x in captures.items()}
     assert_golden(
-        without_lines(captured.lines("row_numbers", "cp_place", "write_rows")),
+        table(texts),
         """\
-row_numbers_default = cp.row_numbers(l_mask_, rows=300, exact=False, by_token=True,
-    where='<top level> (LINE)')  # [2, 16]
-cp_place = cp_place(l_mask_, (S(1),))  # [2, 16, 8] S(1)
-cp_place_1 = cp_place(row_numbers_default, (S(1),))  # [2, 16] S(1)
-write_rows = write_rows(relu, cp_place, cp_place_1, cp_replicate, 0,
-    False)  # [2, 16, 8] S(1)
-cp_gather = cp_gather(write_rows)  # [2, 16, 8]""",
-    )
-
-
-def test_an_expanded_mask_is_numbered_by_row(mesh):
-    def scatter(x, mask, rows):
-        y = x.relu()
-        return y.masked_scatter(mask[..., None].expand_as(y), rows)
-
-    captured = sharded(scatter, mesh, more=(mask(), torch.randn(12, 8)))
-    assert_golden(
-        without_lines(
-            captured.lines("expand", "row_numbers", "cp_place", "write_rows")
-        ),
-        """\
-expand_as = expand(getitem, (2, 16, 8))  # [2, 16, 8]
-getitem_1 = expand_as[..., 0]  # [2, 16]
-row_numbers_default = cp.row_numbers(getitem_1, rows=12, exact=False, by_token=False,
-    where='<top level> (LINE)')  # [2, 16]
-cp_place = cp_place(getitem_1, (S(1),))  # [2, 16] S(1)
-cp_place_1 = cp_place(row_numbers_default, (S(1),))  # [2, 16] S(1)
-write_rows = write_rows(y, cp_place, cp_place_1, cp_replicate, 0,
-    False)  # [2, 16, 8] S(1)
-cp_gather = cp_gather(write_rows)  # [2, 16, 8]""",
+by token:
+  row_numbers_default = cp.row_numbers(l_mask_, rows=300, exact=False, by_token=True,
+      where='<top level> (LINE)')  # [2, 16]
+  cp_place = cp_place(l_mask_, (S(1),))  # [2, 16, 8] S(1)
+  cp_place_1 = cp_place(row_numbers_default, (S(1),))  # [2, 16] S(1)
+  write_rows = write_rows(relu, cp_place, cp_place_1, cp_replicate, 0,
+      False)  # [2, 16, 8] S(1)
+by row:
+  expand_as = expand(getitem, (2, 16, 8))  # [2, 16, 8]
+  getitem_1 = expand_as[..., 0]  # [2, 16]
+  row_numbers_default = cp.row_numbers(getitem_1, rows=12, exact=False, by_token=False,
+      where='<top level> (LINE)')  # [2, 16]
+  cp_place = cp_place(getitem_1, (S(1),))  # [2, 16] S(1)
+  cp_place_1 = cp_place(row_numbers_default, (S(1),))  # [2, 16] S(1)
+  write_rows = write_rows(y, cp_place, cp_place_1, cp_replicate, 0,
+      False)  # [2, 16, 8] S(1)""",
     )
 
 
@@ -113,19 +113,8 @@ def test_added_rows_are_not_read(mesh):
 + row_numbers_default = cp.row_numbers(l_mask_, rows=11, exact=True, by_token=False,
     where='<top level> (LINE)')
 + write_rows_ = write_rows_(y, l_mask_, row_numbers_default, l_rows_, 0, True)
-- getitem = y[l_mask_, :]
-- sym_size_int = aten.sym_size.int(getitem, dim=0)
-- ge = ge(sym_size_int, 11)
-- _assert_scalar_default = aten._assert_scalar(self=ge, assert_msg="Runtime assertion
-    failed for expression u0 >= 11 on node 'ge'")
-- le = le(sym_size_int, 11)
-- _assert_scalar_default_1 = aten._assert_scalar(self=le, assert_msg="Runtime assertion
-    failed for expression u0 <= 11 on node 'le'")
-- eq = eq(sym_size_int, 11)
-- _assert_scalar_default_2 = aten._assert_scalar(self=eq, assert_msg="Runtime assertion
-    failed for expression Eq(u0, 11) on node 'eq'")
-- new = add(getitem, l_rows_)
-- setitem = setitem(y, (l_mask_, :), new)""",
+- getitem, aten.sym_size.int, ge, aten._assert_scalar, le, aten._assert_scalar, eq,
+    aten._assert_scalar, add, setitem""",
     )
 
 
@@ -148,69 +137,51 @@ sum_1 = .sum(sin)  # [] P(sum)""",
     assert "replicated" not in captured.text
 
 
-def test_rows_that_are_read_are_read_on_every_rank(mesh, caplog):
-    def read(x, mask):
-        return x.relu()[mask].sum()
-
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        captured = sharded(read, mesh, more=(mask(),))
-    assert_golden(
-        body(captured),
-        """\
-cp_shard = cp_shard(l_x_, 1)
-relu = .relu(cp_shard)
-cp_gather = cp_gather(relu)
-getitem = cp_gather[l_mask_]
-sym_size_int = aten.sym_size.int(getitem, dim=0)
-ge = ge(sym_size_int, 0)
-_assert_scalar_default = aten._assert_scalar(self=ge, assert_msg="Runtime assertion
-    failed for expression u0 >= 0 on node 'ge'")
-le = le(sym_size_int, 32)
-_assert_scalar_default_1 = aten._assert_scalar(self=le, assert_msg="Runtime assertion
-    failed for expression u0 <= 32 on node 'le'")
-sum_1 = .sum(getitem)
-return (sum_1,)""",
-    )
-    (text,) = warnings(caplog)
-    assert "its data tells the size of its result" in text
+def read(x, mask):
+    return x.relu()[mask].sum()
 
 
-def test_attention_of_chosen_rows_is_whole_on_every_rank(mesh, caplog):
+def attend_to_some(x, mask):
     """As of images that are chosen by a mask; the number of rows has no value."""
+    some = x.relu()[mask[:, 0]].unsqueeze(1)
+    y = F.scaled_dot_product_attention(some, some, some)
+    return x + y.transpose(1, 2).sum()
 
-    def chosen(x, rows):
-        some = x.relu()[rows].unsqueeze(1)
-        y = F.scaled_dot_product_attention(some, some, some)
-        return x + y.transpose(1, 2).sum()
 
-    rows = torch.tensor([True, False])
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        captured = sharded(chosen, mesh, more=(rows,))
+def test_rows_that_are_read_are_read_on_every_rank(mesh, caplog):
+    texts = {}
+    for fn in (read, attend_to_some):
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            captured = sharded(fn, mesh, more=(mask(),))
+        words = ("sym_size", "= ge(", "= le(", "_assert_scalar")
+        texts[fn.__name__] = lines_without(body(captured), *words)
+        text = warnings(caplog)[-1]
+        assert "its data tells the size of its result" in text
     assert_golden(
-        body(captured),
+        table(texts),
         """\
-cp_shard = cp_shard(l_x_, 1)
-relu = .relu(cp_shard)
-cp_gather = cp_gather(relu)
-getitem = cp_gather[l_rows_]
-sym_size_int = aten.sym_size.int(getitem, dim=0)
-ge = ge(sym_size_int, 0)
-_assert_scalar_default = aten._assert_scalar(self=ge, assert_msg="Runtime assertion
-    failed for expression u0 >= 0 on node 'ge'")
-le = le(sym_size_int, 2)
-_assert_scalar_default_1 = aten._assert_scalar(self=le, assert_msg="Runtime assertion
-    failed for expression u0 <= 2 on node 'le'")
-some = .unsqueeze(getitem, 1)
-y = scaled_dot_product_attention(some, some, some)
-transpose = .transpose(y, 1, 2)
-sum_1 = .sum(transpose)
-cp_replicate = cp_replicate(sum_1)
-add = add(cp_shard, cp_replicate)
-cp_gather_1 = cp_gather(add)
-return (cp_gather_1,)""",
+read:
+  cp_shard = cp_shard(l_x_, 1)
+  relu = .relu(cp_shard)
+  cp_gather = cp_gather(relu)
+  getitem = cp_gather[l_mask_]
+  sum_1 = .sum(getitem)
+  return (sum_1,)
+attend_to_some:
+  cp_shard = cp_shard(l_x_, 1)
+  relu = .relu(cp_shard)
+  getitem = l_mask_[:, 0]
+  cp_gather = cp_gather(relu)
+  getitem_1 = cp_gather[getitem]
+  some = .unsqueeze(getitem_1, 1)
+  y = scaled_dot_product_attention(some, some, some)
+  transpose = .transpose(y, 1, 2)
+  sum_1 = .sum(transpose)
+  cp_replicate = cp_replicate(sum_1)
+  add = add(cp_shard, cp_replicate)
+  cp_gather_1 = cp_gather(add)
+  return (cp_gather_1,)""",
     )
-    (text,) = warnings(caplog)
-    assert "its data tells the size of its result" in text
 
 
 def test_numbers_are_written_without_rows(mesh):
@@ -222,15 +193,12 @@ def test_numbers_are_written_without_rows(mesh):
     captured = sharded(zero, mesh, more=(mask(),))
     assert captured["number_rows"].rewrites == 0
     assert_golden(
-        body(captured),
+        inside(captured),
         """\
-cp_shard = cp_shard(l_x_, 1)
 y = .relu(cp_shard)
 cp_place = cp_place(l_mask_, (S(1),))
 setitem = write_rows(y, cp_place, None, 0, 0, False)
-mul = mul(setitem, 2)
-cp_gather = cp_gather(mul)
-return (cp_gather,)""",
+mul = mul(setitem, 2)""",
     )
 
 

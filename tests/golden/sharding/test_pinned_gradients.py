@@ -4,95 +4,64 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.golden.capture import body, sharded
-from tests.golden.golden_text import assert_golden
+from tests.golden.capture import body, inside, sharded
+from tests.golden.golden_text import assert_golden, lines_without, table
 
 sdpa = F.scaled_dot_product_attention
 
 
-def test_a_view_that_cannot_be_undone_on_parts(mesh):
-    scale = nn.Parameter(torch.randn(8))
+SCALE, ROW = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(1, 8))
+WEIGHT = nn.Parameter(torch.randn(24, 8))
 
-    def windows(x):
-        x = x * scale
-        means = x.unflatten(1, (-1, 4)).mean(2, keepdim=True)
-        return sdpa(x, x, x) + means.expand(-1, -1, 4, -1).flatten(1, 2)
 
+def windows(x):
+    """A view that cannot be undone on parts."""
+    x = x * SCALE
+    means = x.unflatten(1, (-1, 4)).mean(2, keepdim=True)
+    return sdpa(x, x, x) + means.expand(-1, -1, 4, -1).flatten(1, 2)
+
+
+def latents(x):
+    """One row for all ranks."""
+    return sdpa(ROW.expand(2, -1, -1), x, x)
+
+
+def test_values_that_take_no_split_gradients(mesh):
+    words = ("(cp_shard, 1)", "(x, 1)", "squeeze(ring")
+    texts = {
+        fn.__name__: lines_without(inside(sharded(fn, mesh, 2, 24, 8)), *words)
+        for fn in (windows, latents)
+    }
     assert_golden(
-        body(sharded(windows, mesh, 2, 24, 8)),
+        table(texts),
         """\
-cp_shard = cp_shard(l_x_, 1)
-cp_replicate = cp_replicate(l_scale_)
-x = mul(cp_shard, cp_replicate)
-cp_replicated = cp_replicated(unflatten, x, 1, (-1, 4))
-means = .mean(cp_replicated, 2, keepdim=True)
-cp_unsplit = cp_unsplit(means)
-unsqueeze = unsqueeze(x, 1)
-unsqueeze_1 = unsqueeze(x, 1)
-unsqueeze_2 = unsqueeze(x, 1)
-ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
-    sizes=[24, 24], spec='scale=0.353553', group=GROUP)
-getitem = ring_attention_default[0]
-squeeze = squeeze(getitem, 1)
-expand = .expand(cp_unsplit, -1, -1, 4, -1)
-flatten = .flatten(expand, 1, 2)
-cp_unsplit_1 = cp_unsplit(flatten)
-add = add(squeeze, cp_unsplit_1)
-cp_gather = cp_gather(add)
-return (cp_gather,)""",
-    )
-
-
-def test_one_row_for_all_ranks(mesh):
-    row = nn.Parameter(torch.randn(1, 8))
-
-    def latents(x):
-        return sdpa(row.expand(2, -1, -1), x, x)
-
-    assert_golden(
-        body(sharded(latents, mesh)),
-        """\
-cp_replicate = cp_replicate(l_row_)
-cp_shard = cp_shard(l_x_, 1)
-expand = .expand(cp_replicate, 2, -1, -1)
-cp_unsplit = cp_unsplit(expand)
-unsqueeze = unsqueeze(cp_unsplit, 1)
-cp_unsplit_1 = cp_unsplit(unsqueeze)
-unsqueeze_1 = unsqueeze(cp_shard, 1)
-unsqueeze_2 = unsqueeze(cp_shard, 1)
-ring_attention_default = cp.ring_attention(cp_unsplit_1, unsqueeze_1, unsqueeze_2,
-    sizes=[1, 16], spec='scale=0.353553', group=GROUP)
-getitem = ring_attention_default[0]
-squeeze = squeeze(getitem, 1)
-cp_gather = cp_gather(squeeze)
-return (cp_gather,)""",
+windows:
+  cp_replicate = cp_replicate(g_scale_)
+  x = mul(cp_shard, cp_replicate)
+  cp_replicated = cp_replicated(unflatten, x, 1, (-1, 4))
+  means = .mean(cp_replicated, 2, keepdim=True)
+  cp_unsplit = cp_unsplit(means)
+  ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
+      sizes=[24, 24], spec='scale=0.353553', group=GROUP)
+  expand = .expand(cp_unsplit, -1, -1, 4, -1)
+  flatten = .flatten(expand, 1, 2)
+  cp_unsplit_1 = cp_unsplit(flatten)
+  add = add(squeeze, cp_unsplit_1)
+latents:
+  cp_replicate = cp_replicate(g_row_)
+  expand = .expand(cp_replicate, 2, -1, -1)
+  cp_unsplit = cp_unsplit(expand)
+  unsqueeze = unsqueeze(cp_unsplit, 1)
+  cp_unsplit_1 = cp_unsplit(unsqueeze)
+  ring_attention_default = cp.ring_attention(cp_unsplit_1, unsqueeze_1, unsqueeze_2,
+      sizes=[1, 24], spec='scale=0.353553', group=GROUP)""",
     )
 
 
 def test_what_takes_split_gradients_stays(mesh):
-    weight = nn.Parameter(torch.randn(16, 8))
-
-    def positions(x):
-        return sdpa(x, x, x) + weight.tanh() * 2
-
-    assert_golden(
-        body(sharded(positions, mesh)),
-        """\
-cp_shard = cp_shard(l_x_, 1)
-cp_replicate = cp_replicate(l_weight_)
-unsqueeze = unsqueeze(cp_shard, 1)
-unsqueeze_1 = unsqueeze(cp_shard, 1)
-unsqueeze_2 = unsqueeze(cp_shard, 1)
-ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
-    sizes=[16, 16], spec='scale=0.353553', group=GROUP)
-getitem = ring_attention_default[0]
-squeeze = squeeze(getitem, 1)
-tanh = .tanh(cp_replicate)
-mul = mul(tanh, 2)
-add = add(squeeze, mul)
-cp_gather = cp_gather(add)
-return (cp_gather,)""",
-    )
+    text = body(sharded(lambda x: sdpa(x, x, x) + WEIGHT.tanh() * 2, mesh, 2, 24, 8))
+    assert "add = add(squeeze, mul)" in text
+    assert "cp_unsplit" not in text and "cp_pin" not in text
 
 
 def test_a_sum_over_shared_tokens(mesh):

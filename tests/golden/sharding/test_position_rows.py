@@ -3,17 +3,11 @@
 import torch
 
 from tests.golden.capture import sharded
-from tests.golden.golden_text import assert_golden
+from tests.golden.golden_text import assert_golden, table
 from tests.golden.operands import attend
 
 AT = torch.tensor([3, -1, 9])
 ROWS = torch.randn(2, 3, 8)
-
-
-def lines(captured):
-    return captured.lines(
-        "= cp_written", "= cp_numbers", "= cp_summed", "write_rows", "return"
-    )
 
 
 def assign(x, at, rows):
@@ -22,54 +16,46 @@ def assign(x, at, rows):
     return attend(y, 2).sum()
 
 
-def test_an_assignment(mesh):
-    captured = sharded(assign, mesh, more=(AT, ROWS))
-    assert_golden(
-        lines(captured),
-        """\
-cp_written_at = cp_written_at(y, 1, (l_at_,))  # [16]
-cp_numbers_at = cp_numbers_at(y, 1, (l_at_,))  # [16]
-setitem = write_rows(y, cp_place, cp_place_1, cp_replicate, 1, False)  # [2, 16, 8] S(1)
-return (cp_gather,)""",
-    )
-
-
-def test_rows_that_are_added_are_summed_by_position(mesh):
-    def add(x, at, rows):
-        return attend(x.relu().index_add(1, at, rows), 2).sum()
-
-    captured = sharded(add, mesh, more=(AT, ROWS))
-    assert_golden(
-        lines(captured),
-        """\
-cp_written_at = cp_written_at(relu, 1, (l_at_,))  # [16]
-cp_numbers_at = cp_numbers_at(relu, 1, (l_at_,))  # [16]
-cp_summed_at = cp_summed_at(relu, 1, (l_at_,), cp_replicate)  # [2, 3, 8] R
-index_add = write_rows(relu, cp_place, cp_place_1, cp_summed_at, 1,
-    True)  # [2, 16, 8] S(1)
-return (cp_gather,)""",
-    )
+def add(x, at, rows):
+    """Rows of one position are summed."""
+    return attend(x.relu().index_add(1, at, rows), 2).sum()
 
 
 def scatter(x, at, rows):
     return attend(x.relu().scatter(1, at, rows), 2).sum()
 
 
-def test_tokens_that_are_scattered(mesh):
+def scatter_tokens(x, at, rows):
     """Each sequence has its own positions."""
-    at = torch.tensor([[3, 1, 9], [0, 15, 2]])
+    at = torch.stack([at + 1, at + 2])
+    return scatter(x, at.unsqueeze(-1).expand(-1, -1, 8), rows)
 
-    def by_token(x, at, rows):
-        return scatter(x, at.unsqueeze(-1).expand(-1, -1, 8), rows)
 
-    captured = sharded(by_token, mesh, more=(at, ROWS))
+def test_writes(mesh):
+    words = ("= cp_written", "= cp_numbers", "= cp_summed", "= write_rows")
+    texts = {
+        fn.__name__: sharded(fn, mesh, more=(AT, ROWS)).lines(*words)
+        for fn in (assign, add, scatter_tokens)
+    }
     assert_golden(
-        lines(captured),
+        table(texts),
         """\
-cp_written_at = cp_written_at(relu, 0, (None, getitem_1))  # [2, 16]
-cp_numbers_at = cp_numbers_at(relu, 0, (None, getitem_2))  # [2, 16]
-scatter = write_rows(relu, cp_place, cp_place_1, flatten_1, 0, False)  # [2, 16, 8] S(1)
-return (cp_gather,)""",
+assign:
+  cp_written_at = cp_written_at(y, 1, (l_at_,))  # [16]
+  cp_numbers_at = cp_numbers_at(y, 1, (l_at_,))  # [16]
+  setitem = write_rows(y, cp_place, cp_place_1, cp_replicate, 1,
+      False)  # [2, 16, 8] S(1)
+add:
+  cp_written_at = cp_written_at(relu, 1, (l_at_,))  # [16]
+  cp_numbers_at = cp_numbers_at(relu, 1, (l_at_,))  # [16]
+  cp_summed_at = cp_summed_at(relu, 1, (l_at_,), cp_replicate)  # [2, 3, 8] R
+  index_add = write_rows(relu, cp_place, cp_place_1, cp_summed_at, 1,
+      True)  # [2, 16, 8] S(1)
+scatter_tokens:
+  cp_written_at = cp_written_at(relu, 0, (None, getitem_1))  # [2, 16]
+  cp_numbers_at = cp_numbers_at(relu, 0, (None, getitem_2))  # [2, 16]
+  scatter = write_rows(relu, cp_place, cp_place_1, flatten_1, 0,
+      False)  # [2, 16, 8] S(1)""",
     )
 
 

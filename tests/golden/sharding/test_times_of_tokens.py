@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.golden.capture import capture
-from tests.golden.golden_text import assert_golden, lines_with
+from tests.golden.golden_text import assert_golden, lines_with, table
 from tests.golden.operands import attend
 
 
@@ -31,15 +31,40 @@ def captured(mesh, is_flat, tokens=60):
     return capture(Times(is_flat), x, t, mesh=mesh, shard={"x": 1})
 
 
+class OneTime(Times):
+    """One time of a whole sequence: what lacks tokens stays whole."""
+
+    def forward(self, x, t):
+        return super().forward(x, t[:, :1])
+
+
 def test_a_table_is_cut(mesh):
+    x, t = torch.randn(2, 60, 8), torch.randint(9, (2, 60))
+    captures = {
+        "times of tokens": captured(mesh, False),
+        "one time": capture(OneTime(False), x, t, mesh=mesh, shard={"x": 1}),
+    }
+    words = ("= cat(", "linear(", "cp_shard(", "cp_unsplit", "cp_pin")
     assert_golden(
-        lines_with(captured(mesh, False).text, "cat(", "linear(", "cp_shard("),
+        table({n: x.lines(*words) for n, x in captures.items()}),
         """\
-cp_shard = cp_shard(l_x_, 1)  # [2, 60, 8] S(1)
-cat = cat([sin, cos], -1)  # [2, 60, 6]
-cp_shard_1 = cp_shard(table, 1)  # [2, 60, 6] S(1)
-linear = linear(cp_shard_1, cp_replicate, cp_replicate_1)  # [2, 60, 8] S(1)
-scale = linear(silu, cp_replicate_2, cp_replicate_3)  # [2, 60, 8] S(1)""",
+times of tokens:
+  cp_shard = cp_shard(l_x_, 1)  # [2, 60, 8] S(1)
+  cat = cat([sin, cos], -1)  # [2, 60, 6]
+  cp_shard_1 = cp_shard(table, 1)  # [2, 60, 6] S(1)
+  linear = linear(cp_shard_1, cp_replicate, cp_replicate_1)  # [2, 60, 8] S(1)
+  scale = linear(silu, cp_replicate_2, cp_replicate_3)  # [2, 60, 8] S(1)
+one time:
+  cp_shard = cp_shard(l_x_, 1)  # [2, 60, 8] S(1)
+  cat = cat([sin, cos], -1)  # [2, 1, 6]
+  linear = linear(cp_replicate_4, cp_replicate, cp_replicate_1)  # [2, 1, 8] R
+  cp_unsplit = cp_unsplit(linear)  # [2, 1, 8] R
+  silu = silu(cp_unsplit)  # [2, 1, 8] R
+  scale = linear(silu, cp_replicate_2, cp_replicate_3)  # [2, 1, 8] R
+  cp_unsplit_1 = cp_unsplit(scale)  # [2, 1, 8] R
+  view = .view(cp_unsplit_1, 2, -1, 8)  # [2, 1, 8] R
+  cp_pin = cp_pin(view)  # [2, 1, 8] R
+  mul_1 = mul(cp_shard, cp_pin)  # [2, 60, 8] S(1)""",
     )
 
 
@@ -56,27 +81,6 @@ cp_shard_1 = cp_shard(unflatten_1, 1)  # [2, S, 6] S(1)
 flatten_2 = flatten(cp_shard_1, 0, 1)  # [2S, 6] _S(0, 2)
 linear = linear(flatten_2, cp_replicate, cp_replicate_1)  # [2S, 8] _S(0, 2)
 scale = linear(silu, cp_replicate_2, cp_replicate_3)  # [2S, 8] _S(0, 2)""",
-    )
-
-
-def test_what_lacks_tokens_stays_whole(mesh):
-    """One time of a whole sequence."""
-
-    class OneTime(Times):
-        def forward(self, x, t):
-            return super().forward(x, t[:, :1])
-
-    x, t = torch.randn(2, 60, 8), torch.randint(9, (2, 60))
-    text = capture(OneTime(False), x, t, mesh=mesh, shard={"x": 1}).text
-    assert_golden(
-        lines_with(text, "cat(", "linear", "cp_shard"),
-        """\
-cp_shard = cp_shard(l_x_, 1)  # [2, 60, 8] S(1)
-cat = cat([sin, cos], -1)  # [2, 1, 6]
-linear = linear(cp_replicate_4, cp_replicate, cp_replicate_1)  # [2, 1, 8] R
-cp_unsplit = cp_unsplit(linear)  # [2, 1, 8] R
-scale = linear(silu, cp_replicate_2, cp_replicate_3)  # [2, 1, 8] R
-mul_1 = mul(cp_shard, cp_pin)  # [2, 60, 8] S(1)""",
     )
 
 

@@ -34,10 +34,8 @@ def test_a_loss_of_flattened_logits(mesh):
         changes(step),
         """\
 + movedim = movedim(logits, -1, 1)
-+ cross_entropy = cross_entropy(movedim, l_labels_)
-- flatten_1 = .flatten(logits, 0, 1)
-- flatten_2 = .flatten(l_labels_)
-- cross_entropy = cross_entropy(flatten_1, flatten_2)""",
+~ cross_entropy: flatten_1 -> movedim, flatten_2 -> l_labels_
+- flatten, flatten""",
     )
 
 

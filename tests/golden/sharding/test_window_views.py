@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from tests.golden.capture import sharded
-from tests.golden.golden_text import assert_golden
+from tests.golden.golden_text import assert_golden, table
 from tests.golden.operands import attend
 
-in_three = pytest.mark.parametrize("mesh_of", [3], indirect=True)
+MESH_RANKS = 2
+in_three = pytest.mark.parametrize("mesh", [3], indirect=True)
 
 
 def windowed(call):
@@ -21,9 +22,9 @@ def cut_and_joined(x):
 
 
 @in_three
-def test_windows_and_back(mesh_of):
+def test_windows_and_back(mesh):
     """Ranks have 14, 14 and 12 tokens, and 4, 4 and 2 windows."""
-    captured = sharded(windowed(cut_and_joined), mesh_of, 2, 40, 8)
+    captured = sharded(windowed(cut_and_joined), mesh, 2, 40, 8)
     assert_golden(
         captured.lines("move_tokens", "reshape", "softmax"),
         """\
@@ -42,10 +43,6 @@ sin = .sin(cp_move_tokens_3)  # [2, 40, 8] S(1)""",
     )
 
 
-def exchanges(captured):
-    return captured.lines("exchange", "reshape", "sin", "replicated")
-
-
 def in_columns(columns):
     """3 rows of windows of 2 x 2, in so many columns, of 4 or of 2 samples."""
 
@@ -56,98 +53,73 @@ def in_columns(columns):
     return call
 
 
-@pytest.mark.parametrize("mesh_of", [2], indirect=True)
-def test_uneven_rows_of_windows_become_samples(mesh_of):
-    """Ranks have two rows and one row of windows."""
-    captured = sharded(windowed(in_columns(3)), mesh_of, 2, 36, 8)
-    assert_golden(
-        exchanges(captured),
-        """\
-reshape_1 = reshape(cp_move_tokens, [2, 4, 2, 3, 2, 8])  # [2, 4, 2, 3, 2, 8] S(1)
-cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
-    1)  # [2, 3, 2, 3, 2, 8] S(1)
-cp_exchange = cp_exchange(windows, 1, 0)  # [2, 3, 3, 2, 2, 8] S(0)
-reshape = reshape(cp_exchange, [18, 4, 8])  # [18, 4, 8] S(0)
-unflatten_1 = .unflatten(reshape, -1, (4, -1))  # [18, 4, 4, 2] S(0)
-sin = .sin(view_1)  # [2, 3, 3, 2, 2, 8] S(0)
-sin_1 = .sin(sin)  # [2, 3, 3, 2, 2, 8] S(0)
-cp_gather = cp_gather(sin_1)  # [2, 3, 3, 2, 2, 8]""",
-    )
-
-
-@pytest.mark.parametrize("mesh_of", [2], indirect=True)
-def test_uneven_rows_of_windows_become_columns(mesh_of):
-    captured = sharded(windowed(in_columns(4)), mesh_of, 3, 48, 8)
-    assert_golden(
-        exchanges(captured),
-        """\
-reshape_1 = reshape(cp_move_tokens, [3, 4, 2, 4, 2, 8])  # [3, 4, 2, 4, 2, 8] S(1)
-cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
-    1)  # [3, 3, 2, 4, 2, 8] S(1)
-cp_exchange = cp_exchange(windows, 1, 2)  # [3, 3, 4, 2, 2, 8] S(2)
-reshape = reshape(cp_exchange, [36, 4, 8])  # [36, 4, 8] _S(0, 9)
-unflatten_1 = .unflatten(reshape, -1, (4, -1))  # [36, 4, 4, 2] _S(0, 9)
-sin = .sin(view_1)  # [3, 3, 4, 2, 2, 8] S(2)
-sin_1 = .sin(sin)  # [3, 3, 4, 2, 2, 8] S(2)
-cp_gather = cp_gather(sin_1)  # [3, 3, 4, 2, 2, 8]""",
-    )
-
-
-@pytest.mark.parametrize("mesh_of", [2], indirect=True)
-def test_uneven_rows_of_one_samples_windows_move_at_borders(mesh_of):
-    """Ranks have 6 and 3 windows by rows, and 5 and 4 in the batch."""
-    captured = sharded(windowed(in_columns(3)), mesh_of, 1, 36, 8)
-    assert_golden(
-        captured.lines("exchange", "move_tokens", "sin"),
-        """\
-cp_move_tokens = cp_move_tokens([flatten], 1, 'pad', 0, 12, 'constant',
-    fill=0)  # [1, 48, 8] S(1)
-reshape_1 = reshape(cp_move_tokens, [1, 4, 2, 3, 2, 8])  # [1, 4, 2, 3, 2, 8] S(1)
-cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
-    1)  # [1, 3, 2, 3, 2, 8] S(1)
-windows = .transpose(cp_move_tokens_1, 2, 3)  # [1, 3, 3, 2, 2, 8] S(1)
-cp_move_tokens_2 = cp_move_tokens([windows], 1, 'pad', 0, 1, 'constant',
-    fill=0)  # [1, 4, 3, 2, 2, 8] S(1)
-reshape_2 = reshape(cp_move_tokens_2, [12, 4, 8])  # [12, 4, 8] S(0)
-cp_move_tokens_3 = cp_move_tokens([reshape_2], 0, 'slice', None, 9, 1)  # [9, 4, 8] S(0)
-unflatten_1 = .unflatten(cp_move_tokens_3, -1, (4, -1))  # [9, 4, 4, 2] S(0)
-cp_move_tokens_4 = cp_move_tokens([flatten_1], 0, 'pad', 0, 3, 'constant',
-    fill=0)  # [12, 4, 8] S(0)
-reshape_3 = reshape(cp_move_tokens_4, [1, 4, 3, 2, 2, 8])  # [1, 4, 3, 2, 2, 8] S(1)
-cp_move_tokens_5 = cp_move_tokens([reshape_3], 1, 'slice', None, 3,
-    1)  # [1, 3, 3, 2, 2, 8] S(1)
-sin = .sin(cp_move_tokens_5)  # [1, 3, 3, 2, 2, 8] S(1)
-sin_1 = .sin(sin)  # [1, 3, 3, 2, 2, 8] S(1)
-cp_gather = cp_gather(sin_1)  # [1, 3, 3, 2, 2, 8]""",
-    )
-
-
 def unrolled(x):
     """Places in a window come before windows, as in Hiera."""
     places = x.view(2, 3, 2, 3, 2, 8).permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
     return places.sin().reshape(2, 36, 8)
 
 
-@pytest.mark.parametrize("mesh_of", [2], indirect=True)
-def test_uneven_rows_are_exchanged_for_a_part_of_what_is_flattened(mesh_of):
-    captured = sharded(windowed(unrolled), mesh_of, 2, 36, 8)
+EXCHANGES = {  # ranks have two rows of windows, and one
+    "for samples": (in_columns(3), (2, 36, 8)),
+    "for columns": (in_columns(4), (3, 48, 8)),
+    "for a part of what is flattened": (unrolled, (2, 36, 8)),
+}
+
+
+def test_uneven_rows_of_windows_are_exchanged(mesh):
+    texts = {}
+    for name, (call, shape) in EXCHANGES.items():
+        captured = sharded(windowed(call), mesh, *shape)
+        texts[name] = captured.lines("= reshape", "exchange", "= .sin(", "replicated")
     assert_golden(
-        exchanges(captured),
+        table(texts),
         """\
-reshape_1 = reshape(cp_move_tokens, [2, 4, 2, 3, 2, 8])  # [2, 4, 2, 3, 2, 8] S(1)
-cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
-    1)  # [2, 3, 2, 3, 2, 8] S(1)
-sin = .sin(places)  # [8, 3, 3, 8] S(1)
-cp_exchange = cp_exchange(sin, 1, 0)  # [8, 3, 3, 8] S(0)
-reshape = reshape(cp_exchange, [2, 36, 8])  # [2, 36, 8] S(0)
-sin_1 = .sin(reshape)  # [2, 36, 8] S(0)
-cp_gather = cp_gather(sin_1)  # [2, 36, 8]""",
+for samples:
+  reshape_1 = reshape(cp_move_tokens, [2, 4, 2, 3, 2, 8])  # [2, 4, 2, 3, 2, 8] S(1)
+  cp_exchange = cp_exchange(windows, 1, 0)  # [2, 3, 3, 2, 2, 8] S(0)
+  reshape = reshape(cp_exchange, [18, 4, 8])  # [18, 4, 8] S(0)
+  sin = .sin(view_1)  # [2, 3, 3, 2, 2, 8] S(0)
+  sin_1 = .sin(sin)  # [2, 3, 3, 2, 2, 8] S(0)
+for columns:
+  reshape_1 = reshape(cp_move_tokens, [3, 4, 2, 4, 2, 8])  # [3, 4, 2, 4, 2, 8] S(1)
+  cp_exchange = cp_exchange(windows, 1, 2)  # [3, 3, 4, 2, 2, 8] S(2)
+  reshape = reshape(cp_exchange, [36, 4, 8])  # [36, 4, 8] _S(0, 9)
+  sin = .sin(view_1)  # [3, 3, 4, 2, 2, 8] S(2)
+  sin_1 = .sin(sin)  # [3, 3, 4, 2, 2, 8] S(2)
+for a part of what is flattened:
+  reshape_1 = reshape(cp_move_tokens, [2, 4, 2, 3, 2, 8])  # [2, 4, 2, 3, 2, 8] S(1)
+  sin = .sin(places)  # [8, 3, 3, 8] S(1)
+  cp_exchange = cp_exchange(sin, 1, 0)  # [8, 3, 3, 8] S(0)
+  reshape = reshape(cp_exchange, [2, 36, 8])  # [2, 36, 8] S(0)
+  sin_1 = .sin(reshape)  # [2, 36, 8] S(0)""",
     )
 
 
-@pytest.mark.parametrize("mesh_of", [2], indirect=True)
-def test_what_ranks_do_not_divide_is_gathered(mesh_of):
-    captured = sharded(windowed(in_columns(3)), mesh_of, 3, 36, 8)
+def test_uneven_rows_of_one_samples_windows_move_at_borders(mesh):
+    """Ranks have 6 and 3 windows by rows, and 5 and 4 in the batch."""
+    captured = sharded(windowed(in_columns(3)), mesh, 1, 36, 8)
+    assert_golden(
+        captured.lines("exchange", "= cp_move_tokens", "= reshape"),
+        """\
+cp_move_tokens = cp_move_tokens([flatten], 1, 'pad', 0, 12, 'constant',
+    fill=0)  # [1, 48, 8] S(1)
+reshape_1 = reshape(cp_move_tokens, [1, 4, 2, 3, 2, 8])  # [1, 4, 2, 3, 2, 8] S(1)
+cp_move_tokens_1 = cp_move_tokens([reshape_1], 1, 'slice', None, 3,
+    1)  # [1, 3, 2, 3, 2, 8] S(1)
+cp_move_tokens_2 = cp_move_tokens([windows], 1, 'pad', 0, 1, 'constant',
+    fill=0)  # [1, 4, 3, 2, 2, 8] S(1)
+reshape_2 = reshape(cp_move_tokens_2, [12, 4, 8])  # [12, 4, 8] S(0)
+cp_move_tokens_3 = cp_move_tokens([reshape_2], 0, 'slice', None, 9, 1)  # [9, 4, 8] S(0)
+cp_move_tokens_4 = cp_move_tokens([flatten_1], 0, 'pad', 0, 3, 'constant',
+    fill=0)  # [12, 4, 8] S(0)
+reshape_3 = reshape(cp_move_tokens_4, [1, 4, 3, 2, 2, 8])  # [1, 4, 3, 2, 2, 8] S(1)
+cp_move_tokens_5 = cp_move_tokens([reshape_3], 1, 'slice', None, 3,
+    1)  # [1, 3, 3, 2, 2, 8] S(1)""",
+    )
+
+
+def test_what_ranks_do_not_divide_is_gathered(mesh):
+    captured = sharded(windowed(in_columns(3)), mesh, 3, 36, 8)
     assert "cp_exchange" not in captured.text
     assert "= cp_replicated(" in captured.text
 
@@ -162,8 +134,8 @@ VIEWS = {
 
 @in_three
 @pytest.mark.parametrize("name", VIEWS)
-def test_every_word_for_it(mesh_of, name):
-    captured = sharded(windowed(VIEWS[name]), mesh_of, 2, 40, 8)
+def test_every_word_for_it(mesh, name):
+    captured = sharded(windowed(VIEWS[name]), mesh, 2, 40, 8)
     assert "cp_replicated" not in captured.text
     assert "'pad'" in captured.text
 
@@ -177,8 +149,8 @@ STAYS = {
 
 @in_three
 @pytest.mark.parametrize("name", STAYS)
-def test_a_twin_stays(mesh_of, name):
-    captured = sharded(windowed(STAYS[name]), mesh_of, 2, 40, 8)
+def test_a_twin_stays(mesh, name):
+    captured = sharded(windowed(STAYS[name]), mesh, 2, 40, 8)
     assert "'pad'" not in captured.text
 
 
@@ -202,18 +174,19 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("mesh_of", [2], indirect=True)
-def test_products_for_every_token(mesh_of):
-    found = []
-    for form in PRODUCTS.values():
-        captured = sharded(Products(form), mesh_of, 2, 37, 8)
-        found += [captured.lines("products(", "= cp_replicated")]
+def test_products_for_every_token(mesh):
+    texts = {}
+    for name, form in PRODUCTS.items():
+        captured = sharded(Products(form), mesh, 2, 37, 8)
+        texts[name] = captured.lines("products(", "= cp_replicated")
     assert_golden(
-        "\n".join(found),
+        table(texts),
         """\
-matmul = cp_token_products(None, y, mT, (1, 1, 1))  # [2, 37, 2, 2] S(1)
-matmul = cp_token_products(None, y, cp_replicate, (1, None, 1))  # [2, 37, 2, 3] S(1)
-einsum = cp_token_products('bshd,bshe->bsde', y, y, (1, 1, 1))  # [2, 37, 4, 4] S(1)""",
+of both: matmul = cp_token_products(None, y, mT, (1, 1, 1))  # [2, 37, 2, 2] S(1)
+the same for all: matmul = cp_token_products(None, y, cp_replicate,
+    (1, None, 1))  # [2, 37, 2, 3] S(1)
+einsum: einsum = cp_token_products('bshd,bshe->bsde', y, y,
+    (1, 1, 1))  # [2, 37, 4, 4] S(1)""",
     )
 
 
@@ -223,10 +196,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("mesh_of", [2], indirect=True)
 @pytest.mark.parametrize("name", ROWS)
-def test_products_of_dtensor_stay(mesh_of, name):
-    captured = sharded(Products(ROWS[name]), mesh_of, 2, 40, 8)
+def test_products_of_dtensor_stay(mesh, name):
+    captured = sharded(Products(ROWS[name]), mesh, 2, 40, 8)
     assert "products(" not in captured.text and "cp_replicated" not in captured.text
 
 
@@ -247,22 +219,23 @@ WRITES = {
 
 
 def test_writes_to_tokens_and_channels(mesh):
-    found = []
-    for call in WRITES.values():
+    texts = {}
+    for name, call in WRITES.items():
         captured = sharded(windowed(call), mesh, 2, 40, 8)
-        found += [captured.lines("local_write", "assign", "= cp_replicated(")]
+        texts[name] = captured.lines("= cp_local_write", "assign", "= cp_replicated(")
     assert_golden(
-        "\n".join(found),
+        table(texts),
         """\
-cp_move_tokens_1 = cp_move_tokens([getitem_2, getitem], 1, 'assign', 1, None,
-    None)  # [2, 40, 4] S(1)
-cp_local_write = cp_local_write(y, cp_move_tokens_1, (S(1),),
-    getitem)  # [2, 40, 8] S(1)
-sin = .sin(cp_local_write)  # [2, 40, 8] S(1)
-cp_move_tokens = cp_move_tokens([getitem_1], 1, 'assign', 3, 30, None,
-    fill=1)  # [2, 40, 4] S(1)
-cp_local_write = cp_local_write(y, cp_move_tokens, (S(1),), getitem)  # [2, 40, 8] S(1)
-add = add(cp_local_write, flatten)  # [2, 40, 8] S(1)""",
+tokens and channels:
+  cp_move_tokens_1 = cp_move_tokens([getitem_2, getitem], 1, 'assign', 1, None,
+      None)  # [2, 40, 4] S(1)
+  cp_local_write = cp_local_write(y, cp_move_tokens_1, (S(1),),
+      getitem)  # [2, 40, 8] S(1)
+a number:
+  cp_move_tokens = cp_move_tokens([getitem_1], 1, 'assign', 3, 30, None,
+      fill=1)  # [2, 40, 4] S(1)
+  cp_local_write = cp_local_write(y, cp_move_tokens, (S(1),),
+      getitem)  # [2, 40, 8] S(1)""",
     )
 
 
@@ -278,17 +251,13 @@ class Layer(nn.Module):
 
 
 @in_three
-def test_a_layer_on_uneven_rows(mesh_of):
+def test_a_layer_on_uneven_rows(mesh):
     """DTensor would gather 10 rows of 4 tokens on 3 ranks."""
-    captured = sharded(Layer(), mesh_of, 2, 40, 8)
+    captured = sharded(Layer(), mesh, 2, 40, 8)
+    assert "cp_replicated" not in captured.text
     assert_golden(
-        captured.lines("linear", "replicated"),
+        captured.lines("= cp_linear_of_parts"),
         """\
-l_self_modules_linear_parameters_weight_ = input  # [6, 8]
-l_self_modules_linear_parameters_bias_ = input  # [6]
-cp_replicate = cp_replicate(l_self_modules_linear_parameters_weight_)  # [6, 8] R
-cp_replicate_1 = cp_replicate(l_self_modules_linear_parameters_bias_)  # [6] R
 cp_linear_of_parts = cp_linear_of_parts(cp_move_tokens_1, cp_replicate,
-    cp_replicate_1)  # [2, 10, 4, 6] S(1)
-sin = .sin(cp_linear_of_parts)  # [2, 10, 4, 6] S(1)""",
+    cp_replicate_1)  # [2, 10, 4, 6] S(1)""",
     )
