@@ -41,13 +41,13 @@ def test_backward():
         lines_without(brief(graph), "aten.slice", "prims.convert"),
         """\
 shift = cp.ring_shift([k, v], where='keys and values, step 0')
-step_backward = cp.attention_step_backward(grad, q, k, v, out, lse, upper=[1, 1],
-    bias_grad=False, final=False, after=shift[0])
+step_backward = cp.attention_step_backward(grad, q, k, v, lse, out, parts='all',
+    upper=[1, 1], final=False, after=shift[0])
 shift_1 = cp.ring_shift([step_backward[1], step_backward[2]], where='dk and dv, step 0')
 wait = cp.ring_wait(shift[0], step_backward[0], where='keys and values, step 0')
 wait_1 = cp.ring_wait(shift[1], step_backward[0], where='keys and values, step 0')
-step_backward_1 = cp.attention_step_backward(grad, q, wait, wait_1, out, lse,
-    step_backward[0], bias_grad=False, final=True, after=shift_1[0])
+step_backward_1 = cp.attention_step_backward(grad, q, wait, wait_1, lse, out,
+    [step_backward[0]], parts='all', final=True, after=shift_1[0])
 wait_2 = cp.ring_wait(shift_1[0], step_backward_1[0], where='dk and dv, step 0')
 wait_3 = cp.ring_wait(shift_1[1], step_backward_1[0], where='dk and dv, step 0')
 add = aten.add.Tensor(wait_2, step_backward_1[1])
@@ -73,23 +73,24 @@ def test_backward_of_the_templates(monkeypatch):
 mul = aten.mul.Tensor(grad, out)
 sum_1 = aten.sum.dim_IntList(mul, dim=[-1])
 shift = cp.ring_shift([k, v], where='keys and values, step 0')
-step_dkdv = cp.attention_step_dkdv(grad, q, k, v, lse, sum_1, upper=[1, 1], final=False,
-    after=shift[0])
-shift_1 = cp.ring_shift([step_dkdv[0], step_dkdv[1]], where='dk and dv, step 0')
-step_dq = cp.attention_step_dq(grad, q, k, v, lse, sum_1, upper=[1, 1], final=False,
-    after=shift_1[0])
-wait = cp.ring_wait(shift[0], step_dq, where='keys and values, step 0')
-wait_1 = cp.ring_wait(shift[1], step_dq, where='keys and values, step 0')
-wait_2 = cp.ring_wait(shift_1[0], step_dq, where='dk and dv, step 0')
-wait_3 = cp.ring_wait(shift_1[1], step_dq, where='dk and dv, step 0')
-step_dkdv_1 = cp.attention_step_dkdv(grad, q, wait, wait_1, lse, sum_1, wait_2, wait_3,
-    final=False, after=shift_1[0])
-shift_2 = cp.ring_shift([step_dkdv_1[0], step_dkdv_1[1]], where='dk and dv, step 1')
-step_dq_1 = cp.attention_step_dq(grad, q, wait, wait_1, lse, sum_1, step_dq, final=True,
-    after=shift_2[0])
-wait_4 = cp.ring_wait(shift_2[0], step_dq_1, where='dk and dv, step 1')
-wait_5 = cp.ring_wait(shift_2[1], step_dq_1, where='dk and dv, step 1')
-return (step_dq_1, convert_element_type, convert_element_type_1)""",
+step_backward = cp.attention_step_backward(grad, q, k, v, lse, sum_1, parts='dkdv',
+    upper=[1, 1], final=False, after=shift[0])
+shift_1 = cp.ring_shift([step_backward[0], step_backward[1]], where='dk and dv, step 0')
+step_backward_1 = cp.attention_step_backward(grad, q, k, v, lse, sum_1, parts='dq',
+    upper=[1, 1], final=False, after=shift_1[0])
+wait = cp.ring_wait(shift[0], step_backward_1[0], where='keys and values, step 0')
+wait_1 = cp.ring_wait(shift[1], step_backward_1[0], where='keys and values, step 0')
+wait_2 = cp.ring_wait(shift_1[0], step_backward_1[0], where='dk and dv, step 0')
+wait_3 = cp.ring_wait(shift_1[1], step_backward_1[0], where='dk and dv, step 0')
+step_backward_2 = cp.attention_step_backward(grad, q, wait, wait_1, lse, sum_1,
+    [wait_2, wait_3], parts='dkdv', final=False, after=shift_1[0])
+shift_2 = cp.ring_shift([step_backward_2[0], step_backward_2[1]],
+    where='dk and dv, step 1')
+step_backward_3 = cp.attention_step_backward(grad, q, wait, wait_1, lse, sum_1,
+    [step_backward_1[0]], parts='dq', final=True, after=shift_2[0])
+wait_4 = cp.ring_wait(shift_2[0], step_backward_3[0], where='dk and dv, step 1')
+wait_5 = cp.ring_wait(shift_2[1], step_backward_3[0], where='dk and dv, step 1')
+return (step_backward_3[0], convert_element_type, convert_element_type_1)""",
     )
 
 
