@@ -69,7 +69,8 @@ CONCERNS = {
         passes/model/normalize/split_window_views.py""",
     "one form: spelling, mutation, transforms": """
         passes/model/mutation passes/model/normalize passes/graph/calls.py
-        passes/graph/held.py passes/graph/effects.py passes/graph/transforms.py""",
+        passes/graph/constant_arguments.py
+        passes/graph/effects.py passes/graph/transforms.py""",
     "one program for many lengths": """
         passes/model/lengths cpcompile/frontend/padding
         passes/model/masks/any_length cpcompile/frontend/symbolic_sizes.py

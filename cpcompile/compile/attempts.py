@@ -192,7 +192,7 @@ class Attempts:
         find_attention(gm.graph, ctx)
         why = str(self.problem)
         ctx.findings.calls = [
-            dataclasses.replace(call, obstacle=why) for call in ctx.findings.calls
+            dataclasses.replace(call, unsupported=why) for call in ctx.findings.calls
         ]
         gather_graph(gm.graph, ctx)
         gm.recompile()

@@ -25,7 +25,7 @@ from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._library.triton import get_triton_kernels_for_op
 from torch.compiler import config as compiler_config
 
-from cpcompile.passes.graph.held import Method, held_values
+from cpcompile.passes.graph.constant_arguments import Method, constant_arguments_of
 from cpcompile.torch_private.aot_autograd import functorch_config
 from cpcompile.torch_private.inductor import inductor_config
 
@@ -86,7 +86,7 @@ def _call_methods_by_name(graph: fx.Graph) -> None:
 def _functions(gm: fx.GraphModule) -> list[Callable[..., Any]]:
     """Return what a graph calls, also inside of calls of ours."""
     targets = [x.target for g in _graphs(gm) for x in g.graph.nodes]
-    called = [f for held in held_values(gm) for f in held.functions]
+    called = [f for held in constant_arguments_of(gm) for f in held.functions]
     methods = (Method, types.MethodDescriptorType)
     return [
         x for x in (*targets, *called) if callable(x) and not isinstance(x, methods)
@@ -94,7 +94,7 @@ def _functions(gm: fx.GraphModule) -> list[Callable[..., Any]]:
 
 
 def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    inner = [graph for held in held_values(gm) for graph in held.graphs]
+    inner = [graph for held in constant_arguments_of(gm) for graph in held.graphs]
     modules = [x for graph in (gm, *inner) for x in graph.modules()]
     return [x for x in modules if isinstance(x, fx.GraphModule)]
 
@@ -114,7 +114,7 @@ def _check(gm: fx.GraphModule, functions: list[Callable[..., Any]]) -> None:
         autograd_cache.check_cacheable(graph)
     for function in functions:
         autograd_cache.check_node_safe(fx.Graph().call_function(function))
-    for held in held_values(gm):  # whose kernels torch does not look for
+    for held in constant_arguments_of(gm):  # whose kernels torch does not look for
         for function in held.functions:
             if _has_triton_kernels(function):
                 raise NoKey(f"{function} runs a Triton kernel of the user")

@@ -33,8 +33,8 @@ from torch._prims_common import get_computation_dtype
 from torch.fx.passes import _tensorify_python_scalars
 
 from cpcompile.passes.graph.calls import spelled
+from cpcompile.passes.graph.constant_arguments import Method
 from cpcompile.passes.graph.effects import is_in_place
-from cpcompile.passes.graph.held import Method
 from cpcompile.passes.graph.nodes import (
     all_graphs,
     all_nodes,

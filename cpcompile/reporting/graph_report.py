@@ -72,7 +72,7 @@ class CallReport:
             dtype=str(call.dtype).removeprefix("torch."),
             mask=_mask(call, mask),
             plan=plan,
-            reason=call.obstacle or call.left_alone,
+            reason=call.unsupported or call.already_local,
             kernel=None if plan is None else kernel,
             dropout_p=call.dropout_p,
             made_of=_made_of(call, plan, ctx),

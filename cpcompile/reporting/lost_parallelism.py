@@ -24,8 +24,8 @@ from cpcompile.accounting.graph_account import (
 from cpcompile.geometry.lengths import expected
 from cpcompile.geometry.tensor_sizes import bytes_of
 from cpcompile.logs import warn_once
+from cpcompile.passes.graph.constant_arguments import Callee
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
-from cpcompile.passes.graph.held import Callee
 from cpcompile.passes.graph.nodes import all_nodes, fake_value, where
 from cpcompile.passes.model.patterns.unmatched import NOT_KNOWN, is_product
 from cpcompile.passes.model.sharding.gathered_calls import LEAST_BYTES, LEAST_PART

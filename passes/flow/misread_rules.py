@@ -5,7 +5,8 @@ A reduction over a sharded dimension gives every rank a part, and DTensor combin
 parts when a call needs it. Sums may wait, and so may maxima, minima and averages. But
 (torch 2.13) the parts of a norm and of torch.any count as sums too: x.norm(dim=1).sum()
 would add up norms of parts, and mask.any(1).float() count ranks. These, and products,
-are combined at once (cp_whole); a call that adds them up inside is not left to DTensor.
+are combined at once (cp_reduce_partial); a call that adds them up inside is not left to
+DTensor.
 
 Note [Images without a batch]
 The backward of adaptive_avg_pool2d may be split on channels. Its rule (torch 2.13)

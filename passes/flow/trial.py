@@ -29,7 +29,7 @@ from cpcompile.torch_private.dtensors import compute_local_shape_and_global_offs
 from cpcompile.torch_private.fake_tensors import FakeTensorMode, failing_quietly
 from cpcompile.torch_private.operators import OpOverload
 
-from ..graph.held import Held
+from ..graph.constant_arguments import ConstantArgument
 from ..graph.nodes import expected_shape, fake_value
 from .misread_rules import MisreadRules, without_masks
 from .trial_backward import (
@@ -314,7 +314,7 @@ def call_key(call: Any, args: Any, kwargs: Any) -> Any:
             parts.append(hashable(x))
         elif isinstance(x, int | float | bool | str | type(None) | torch.dtype):
             parts.append((type(x), x))
-        elif isinstance(x, Held):
+        elif isinstance(x, ConstantArgument):
             parts.append(x)
         elif isinstance(x, slice | torch.device | type(...)):
             parts.append(repr(x))

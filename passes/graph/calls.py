@@ -25,7 +25,7 @@ from torch.fx.operator_schemas import normalize_function
 from cpcompile.ops.plain_attention import plain_attention
 from cpcompile.torch_private.operators import OpOverload, OpOverloadPacket
 
-from .held import Method
+from .constant_arguments import Method
 from .nodes import fake_value
 
 # Operations that have several names in torch or in Python.

@@ -58,13 +58,13 @@ class AttentionCall:
     score_mod: str = ""  # the text of a function of its scores, see score_mod.py
     values: fx.Node | None = None  # what score_mod reads, [1, 1, n]
     lse: fx.Node | None = None  # the log-sum-exp of its scores, if that is read
-    obstacle: str | None = None
-    left_alone: str | None = None  # nothing to do here, and why
+    unsupported: str | None = None
+    already_local: str | None = None  # nothing to do here, and why
 
     @property
     def in_windows(self) -> bool:
         """Tell whether every rank has whole windows of tokens, which see each other."""
-        return self.left_alone == IN_WINDOWS
+        return self.already_local == IN_WINDOWS
 
     @property
     def changes_scores(self) -> bool:

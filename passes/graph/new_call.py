@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from .held import HeldGraph
+from .constant_arguments import GraphArgument
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RegionCall:
     after which the call can stand.
     """
 
-    program: HeldGraph
+    program: GraphArgument
     arguments: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
     inside: tuple[fx.Node, ...]

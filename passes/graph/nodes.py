@@ -20,13 +20,13 @@ from cpcompile.geometry.lengths import expected
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
-from .held import Method
+from .constant_arguments import Method
 from .origins import ORIGIN
 
 # Higher-order operators whose first argument is a sub-graph that runs inline.
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
-WHOLE = "cp_whole"
+WHOLE = "cp_reduce_partial"
 
 # In node.meta: the partitioner is to compute a value again in the backward. The tag is
 # that of a checkpoint region. A region that reads what is made outside of it would have

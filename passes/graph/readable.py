@@ -25,7 +25,7 @@ from cpcompile.ops.mixers.mixer_call import TEXT_OF_CALL, MixerCall
 from cpcompile.ranks.shardings import placements_text
 from cpcompile.torch_private.operators import OpOverload
 
-from .held import Held
+from .constant_arguments import ConstantArgument
 from .nodes import sub_graph, whole_value
 
 _Names = dict[fx.Node, str]
@@ -77,7 +77,7 @@ def _call(node: fx.Node, names: _Names) -> str:
     arguments = [
         _text(value, names)
         for value in node.args
-        if not (isinstance(value, Held) and value.label is None)
+        if not (isinstance(value, ConstantArgument) and value.label is None)
     ]
     arguments += [f"{k}={_text(value, names)}" for k, value in node.kwargs.items()]
     return f"{name}({', '.join(arguments)})"
@@ -136,7 +136,7 @@ def _text(value: Any, names: _Names) -> str:
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, Held):
+    if isinstance(value, ConstantArgument):
         return str(value.label)
     if isinstance(value, str) and value.startswith(TEXT_OF_CALL):
         return repr(MixerCall.of_text(value).readable)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.ops.dtensor.padded_convolution import whole_weight
 
-from .placement_calls import cp_whole
+from .placement_calls import cp_reduce_partial
 
 
 def cp_channel_norm(
@@ -101,7 +101,7 @@ class _Mean(NamedTuple):
             shape=shape,
             stride=contiguous_strides(shape),
         )
-        whole = cp_whole(summand)
+        whole = cp_reduce_partial(summand)
         return cls(whole, local_part(whole, sums), count)
 
 

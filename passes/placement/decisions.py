@@ -37,21 +37,21 @@ class FallBack:
 
 
 @dataclass(frozen=True)
-class OnChunks:
+class RunOnTokenChunks:
     """The call is made on token chunks: Note [Tokens that tp shards]."""
 
     call: NewCall
 
 
 @dataclass(frozen=True)
-class Again:
+class RewriteCall:
     """The node becomes this call, which is decided on anew."""
 
     call: NewCall
 
 
 @dataclass(frozen=True)
-class StandFor:
+class Alias:
     """A value whose local part is that of the node stands for the node."""
 
     by: fx.Node
@@ -76,9 +76,17 @@ class Write:
     """Later readers of `base` read what `decision` makes of the node."""
 
     base: fx.Node
-    decision: Propagate | FallBack | OnChunks | Replace
+    decision: Propagate | FallBack | RunOnTokenChunks | Replace
 
 
 Decision = (
-    Plain | Propagate | FallBack | OnChunks | Again | StandFor | Replace | Fold | Write
+    Plain
+    | Propagate
+    | FallBack
+    | RunOnTokenChunks
+    | RewriteCall
+    | Alias
+    | Replace
+    | Fold
+    | Write
 )

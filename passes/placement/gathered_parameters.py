@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Placement
 from cpcompile.errors import RewriteError
 from cpcompile.ops.dtensor.whole_parameter import DType, gathered, whole_parameter
 
-from ..graph.held import MeshAxis
+from ..graph.constant_arguments import MeshAxis
 from ..graph.nodes import (
     RECOMPUTE_LAST,
     WHOLE,
@@ -56,8 +56,8 @@ def read_local_parts(graph: fx.Graph) -> None:
         whole = parameters.setdefault(source, fake_value(source))
         x, param_dtype, reduce_dtype, reshard = node.args
         node.target = cp_gather_parameter
-        on, layout = MeshAxis(whole.device_mesh), concrete_layout(whole)
-        how: Any = (on, whole.placements, *layout, param_dtype, reduce_dtype)
+        cp_axis, layout = MeshAxis(whole.device_mesh), concrete_layout(whole)
+        how: Any = (cp_axis, whole.placements, *layout, param_dtype, reduce_dtype)
         node.args = (x, *how)
         node.meta[_OF] = source.name
         if reshard:
@@ -70,7 +70,7 @@ def read_local_parts(graph: fx.Graph) -> None:
 
 def cp_gather_parameter(
     x: Tensor,
-    on: MeshAxis,
+    cp_axis: MeshAxis,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     stride: tuple[int, ...],
@@ -79,7 +79,7 @@ def cp_gather_parameter(
 ) -> Tensor:
     """Gather a sharded parameter from its local part."""
     layout = (placements, shape, stride)
-    return gathered(x, on.mesh, *layout, param_dtype, reduce_dtype)
+    return gathered(x, cp_axis.mesh, *layout, param_dtype, reduce_dtype)
 
 
 def gathered_input(node: fx.Node) -> str | None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cpcompile.geometry.lengths import is_same
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 
-from ..graph.held import Callee
+from ..graph.constant_arguments import Callee
 from ..graph.loss_calls import MEAN_BY_WEIGHT, OF_CLASSES
 from ..graph.memory_order import in_memory_order
 

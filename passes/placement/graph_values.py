@@ -16,8 +16,8 @@ from cpcompile.torch_private.fake_tensors import FakeTensorMode
 from ..flow.flow import flows_of
 from ..flow.trial import Trial
 from ..graph.calls import function_of
+from ..graph.constant_arguments import MeshAxis
 from ..graph.context import Context
-from ..graph.held import MeshAxis
 from ..graph.new_call import NewCall
 from ..graph.sequence_tokens import TokenDim
 from .joint_calls import JointMesh, joint_mesh_on, joint_mesh_with
@@ -40,7 +40,7 @@ class GraphValues:
 
     def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
         self.ctx = ctx
-        self.on = MeshAxis(ctx.mesh, ctx.axis)
+        self.cp_axis = MeshAxis(ctx.mesh, ctx.axis)
         self.trial = Trial(fake_mode, ctx.has_symbols, ctx.backward)
         self.flows = flows_of(fake_mode, ctx.mesh.device_type)
 
@@ -54,11 +54,11 @@ class GraphValues:
     def cut(self, x: Any, dim: TokenDim) -> NewCall:
         """Return the call that splits a plain or Replicate value along `dim`."""
         if dim.outer == 1:
-            return NewCall(cp_shard, (x, self.on, dim.dim))
+            return NewCall(cp_shard, (x, self.cp_axis, dim.dim))
         # What DTensor gets by a view lies as what a view makes of other tokens. A
         # placement that is asked for counts as another one: it gathers where they meet.
         rows = NewCall(torch.unflatten, (x, dim.dim, (dim.outer, -1)))
-        tokens = NewCall(cp_shard, (rows, self.on, dim.dim + 1))
+        tokens = NewCall(cp_shard, (rows, self.cp_axis, dim.dim + 1))
         return NewCall(torch.flatten, (tokens, dim.dim, dim.dim + 1))
 
     def joint_with(self, other: DeviceMesh) -> JointMesh:

@@ -149,17 +149,17 @@ class GraphWriter(GraphValues):
         if is_traceable_wrapper_subclass(value):
             problem: str | None = "it meets DTensors of tensor parallelism"
             if joint is None:
-                _, problem = self.trial.run(cp_replicate, (value, self.on), {})
+                _, problem = self.trial.run(cp_replicate, (value, self.cp_axis), {})
             if problem:
                 raise RewriteError(
                     f"{_state_name(plain)} is a {type(value).__name__} whose parts "
                     f"cannot be DTensors ({problem}); needed a plain tensor, or one "
                     "whose __tensor_unflatten__ takes any tensors"
                 )
-        call = NewCall(cp_replicate, (plain, self.on))
+        call = NewCall(cp_replicate, (plain, self.cp_axis))
         if joint is not None:
             replicated = (Replicate(),) * (joint.other.ndim)
-            call = NewCall(cp_tp_lift, (plain, joint.joint, self.on, replicated))
+            call = NewCall(cp_tp_lift, (plain, joint.joint, self.cp_axis, replicated))
         key = (node.graph, plain, joint)
         if key not in self.wrapped:
             with node.graph.inserting_before(node):

@@ -39,8 +39,8 @@ from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.ranks.joint_mesh import joint_mesh
 from cpcompile.torch_private import pytree
 
+from ..graph.constant_arguments import Callee, MeshAxis
 from ..graph.context import Context
-from ..graph.held import Callee, MeshAxis
 from .edge_gradients import UnreducedGradient
 
 Placements = tuple[Placement, ...]
@@ -129,14 +129,14 @@ def cp_tp_place(
 
 
 def cp_tp_lift(
-    x: Tensor, joint: MeshAxis, on: MeshAxis, placements: Placements
+    x: Tensor, joint: MeshAxis, cp_axis: MeshAxis, placements: Placements
 ) -> DTensor:
     """Bring a value to the joint mesh; `placements` are those on the other axes.
 
     The value is on the sequence axis, `on`, or plain.
     """
     if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, on.mesh, (_WHOLE,), run_check=False)
+        x = DTensor.from_local(x, cp_axis.mesh, (_WHOLE,), run_check=False)
     if x.placements[0].is_partial():
         x = x.redistribute(placements=(_WHOLE,))
     shape = list(x.shape)
@@ -163,7 +163,7 @@ def cp_tp_move(x: DTensor, placements: Placements) -> DTensor:
 
 
 def cp_tp_lower(
-    x: DTensor, on: MeshAxis, grad_placements: Sequence[Placement] | None = None
+    x: DTensor, cp_axis: MeshAxis, grad_placements: Sequence[Placement] | None = None
 ) -> DTensor:
     """Bring x to the sequence axis, `on`, as it is on this rank of the other axes.
 
@@ -178,12 +178,12 @@ def cp_tp_lower(
     shape = list(local.shape)
     if isinstance(first, Shard):
         shape[first.dim] = x.shape[first.dim]
-    return _placed(local, on.mesh, (first,), shape)
+    return _placed(local, cp_axis.mesh, (first,), shape)
 
 
-def cp_tp_regular(x: DTensor, on: MeshAxis) -> DTensor:
+def cp_tp_regular(x: DTensor, cp_axis: MeshAxis) -> DTensor:
     """Turn token chunks into what Dynamo means; Note [Tokens that tp shards]."""
-    return cp_tp_lower(x.redistribute(placements=(_WHOLE, *x.placements[1:])), on)
+    return cp_tp_lower(x.redistribute(placements=(_WHOLE, *x.placements[1:])), cp_axis)
 
 
 def cp_tp_leave(x: DTensor) -> Tensor:

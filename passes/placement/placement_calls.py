@@ -26,26 +26,26 @@ from cpcompile.ops.mixers.state_passing import in_parts
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.dispatch_modes import is_traceable_wrapper_subclass
 
-from ..graph.held import Callee, MeshAxis
+from ..graph.constant_arguments import Callee, MeshAxis
 from ..graph.memory_order import in_memory_order
 from .edge_gradients import PinnedGradient, UnreducedGradient
 from .laid_out import gather_tokens, in_natural_order, place_tokens
 
 
-def cp_replicate(x: Tensor, on: MeshAxis) -> DTensor:
+def cp_replicate(x: Tensor, cp_axis: MeshAxis) -> DTensor:
     """Make a plain tensor Replicate; see Note [Gradients of replicated tensors].
 
     The parts of a tensor of a class of its own are made so, since its calls are theirs.
     """
     if is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor):
-        return _ReplicatedParts.apply(x, on)
-    everywhere = (Replicate(),) * on.mesh.ndim
-    return DTensor.from_local(x, on.mesh, everywhere, run_check=False)
+        return _ReplicatedParts.apply(x, cp_axis)
+    everywhere = (Replicate(),) * cp_axis.mesh.ndim
+    return DTensor.from_local(x, cp_axis.mesh, everywhere, run_check=False)
 
 
-def cp_share_of_gradient(x: Tensor, on: MeshAxis) -> Tensor:
+def cp_share_of_gradient(x: Tensor, cp_axis: MeshAxis) -> Tensor:
     """Return x; each rank gets its share of the gradient, which is complete on all."""
-    return _Share.apply(x, on.mesh.size())  # type: ignore[no-any-return, no-untyped-call]
+    return _Share.apply(x, cp_axis.mesh.size())  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Share(torch.autograd.Function):
@@ -61,8 +61,8 @@ class _Share(torch.autograd.Function):
 
 class _ReplicatedParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, on: MeshAxis) -> Any:
-        return _changed(x, lambda part: cp_replicate(part, on))
+    def forward(ctx: Any, x: Any, cp_axis: MeshAxis) -> Any:
+        return _changed(x, lambda part: cp_replicate(part, cp_axis))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -78,36 +78,36 @@ def _changed(x: Any, change: Callable[[Any], Tensor]) -> Any:
     return type(x).__tensor_unflatten__(parts, others, x.shape, x.stride())
 
 
-def cp_unreduced(x: Tensor, on: MeshAxis, factor: int = 1) -> DTensor:
+def cp_unreduced(x: Tensor, cp_axis: MeshAxis, factor: int = 1) -> DTensor:
     """Make a plain tensor Replicate.
 
     Its gradient is `factor` times this rank's summand.
     """
-    axes = tuple(range(on.mesh.ndim))
-    everywhere = (Replicate(),) * on.mesh.ndim
-    return UnreducedGradient.apply(x, on.mesh, everywhere, axes, factor, None)  # type: ignore[no-any-return, no-untyped-call]
+    axes = tuple(range(cp_axis.mesh.ndim))
+    everywhere = (Replicate(),) * cp_axis.mesh.ndim
+    return UnreducedGradient.apply(x, cp_axis.mesh, everywhere, axes, factor, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def cp_shard(x: Tensor, on: MeshAxis, dim: int) -> DTensor:
+def cp_shard(x: Tensor, cp_axis: MeshAxis, dim: int) -> DTensor:
     """Bring a plain tensor or a DTensor to Shard(dim) on the axis."""
-    full = x if isinstance(x, DTensor) else cp_replicate(x, on)
+    full = x if isinstance(x, DTensor) else cp_replicate(x, cp_axis)
     target = list(full.placements)
-    target[on.axis] = Shard(dim)
+    target[cp_axis.axis] = Shard(dim)
     return full.redistribute(placements=target)
 
 
-def cp_exchange(x: DTensor, on: MeshAxis, source: int, target: int) -> DTensor:
+def cp_exchange(x: DTensor, cp_axis: MeshAxis, source: int, target: int) -> DTensor:
     """Bring a DTensor from Shard(source) to Shard(target) on the axis."""
-    group = on.mesh.get_group(on.axis).group_name
+    group = cp_axis.mesh.get_group(cp_axis.axis).group_name
     rows, columns = x.shape[source], x.shape[target]
     placements = list(x.placements)
-    placements[on.axis] = Shard(target)
+    placements[cp_axis.axis] = Shard(target)
     exchanged = torch.ops.cp.dim_exchange(
         local_part(x), source, rows, target, columns, group
     )
     return DTensor.from_local(
         exchanged,
-        on.mesh,
+        cp_axis.mesh,
         placements,
         run_check=False,
         shape=x.shape,
@@ -133,7 +133,9 @@ def cp_prelu(x: DTensor, weight: Tensor) -> Tensor:
     return torch.where(x > 0, x, scaled)
 
 
-def cp_mixed_in_parts(tensors: list[DTensor], call: str, on: MeshAxis) -> list[DTensor]:
+def cp_mixed_in_parts(
+    tensors: list[DTensor], call: str, cp_axis: MeshAxis
+) -> list[DTensor]:
     """Call a mixer on the tokens of each rank, from the state of the ranks before it.
 
     tensors: as for cp::mixer; what has tokens is split along them on the axis, and the
@@ -141,30 +143,30 @@ def cp_mixed_in_parts(tensors: list[DTensor], call: str, on: MeshAxis) -> list[D
     """
     mixer_call = MixerCall.of_text(call)
     tokens = mixer_call.mixer.tokens
-    whole = [Replicate()] * on.mesh.ndim
+    whole = [Replicate()] * cp_axis.mesh.ndim
     summed: list[Placement] = list(whole)
-    summed[on.axis] = Partial()
+    summed[cp_axis.axis] = Partial()
     locals_, length = [], 0
     for name, x in zip(mixer_call.names, tensors, strict=True):
         if name in tokens:
             own: list[Placement] = list(whole)
-            own[on.axis] = Shard(tokens[name])
+            own[cp_axis.axis] = Shard(tokens[name])
             locals_.append(local_part(x.redistribute(placements=own)))
             length = x.shape[tokens[name]]
         else:
             locals_.append(local_part(x.redistribute(placements=whole), summed))
     results = []
-    group = on.mesh.get_group(on.axis).group_name
+    group = cp_axis.mesh.get_group(cp_axis.axis).group_name
     parts = in_parts(mixer_call, locals_, group)
     for name, part in zip(mixer_call.result_names, parts, strict=True):
         shape, placements = list(part.shape), list(whole)
         if name in tokens:
             shape[tokens[name]] = length
-            placements[on.axis] = Shard(tokens[name])  # type: ignore[call-overload]
+            placements[cp_axis.axis] = Shard(tokens[name])  # type: ignore[call-overload]
         results.append(
             DTensor.from_local(
                 part,
-                on.mesh,
+                cp_axis.mesh,
                 placements,
                 run_check=False,
                 shape=torch.Size(shape),
@@ -176,7 +178,7 @@ def cp_mixed_in_parts(tensors: list[DTensor], call: str, on: MeshAxis) -> list[D
 
 def cp_place(
     x: Tensor,
-    on: MeshAxis,
+    cp_axis: MeshAxis,
     placements: tuple[Placement, ...],
     tokens: int | None = None,
     layout: str = "contiguous",
@@ -185,11 +187,11 @@ def cp_place(
 
     layout: the layout of the `tokens` tokens that are split on the axis.
     """
-    full = x if isinstance(x, DTensor) else cp_replicate(x, on)
+    full = x if isinstance(x, DTensor) else cp_replicate(x, cp_axis)
     if tokens is None or layout == "contiguous":
         return full.redistribute(placements=placements)
-    token_layout = TokenLayout.of(Layout(layout), tokens, on.size)
-    return place_tokens(full, placements, on.axis, token_layout)
+    token_layout = TokenLayout.of(Layout(layout), tokens, cp_axis.size)
+    return place_tokens(full, placements, cp_axis.axis, token_layout)
 
 
 def cp_pin(x: DTensor) -> DTensor:
@@ -202,21 +204,21 @@ def cp_unsplit(x: DTensor) -> DTensor:
     return PinnedGradient.apply(x, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def cp_whole(x: DTensor) -> DTensor:
+def cp_reduce_partial(x: DTensor) -> DTensor:
     """Return x with its parts combined; see Note [Sums that wait]."""
     whole = [Replicate() if p.is_partial() else p for p in x.placements]
     return cp_pin(x.redistribute(placements=whole))
 
 
-def cp_whole_keys(x: DTensor, on: MeshAxis) -> DTensor:
+def cp_gather_keys(x: DTensor, cp_axis: MeshAxis) -> DTensor:
     """Gather x on every rank of the axis; its gradient is a sum over the ranks."""
     target = list(x.placements)
-    target[on.axis] = Replicate()
+    target[cp_axis.axis] = Replicate()
     return x.redistribute(placements=target)
 
 
 def cp_key_source(
-    x: DTensor, on: MeshAxis, tokens: int | None = None, layout: str = "contiguous"
+    x: DTensor, cp_axis: MeshAxis, tokens: int | None = None, layout: str = "contiguous"
 ) -> Tensor:
     """Gather what keys are made of as a plain tensor, its tokens in natural order.
 
@@ -228,13 +230,13 @@ def cp_key_source(
     whole = local_part(x.redistribute(placements=target), summed)
     if tokens is None or layout == "contiguous":
         return whole
-    token_layout = TokenLayout.of(Layout(layout), tokens, on.size)
-    return in_natural_order(whole, placements[on.axis], token_layout)
+    token_layout = TokenLayout.of(Layout(layout), tokens, cp_axis.size)
+    return in_natural_order(whole, placements[cp_axis.axis], token_layout)
 
 
 def cp_from_local(
     x: Tensor,
-    on: MeshAxis,
+    cp_axis: MeshAxis,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...] | None,
     stride: tuple[int, ...] | None,
@@ -245,7 +247,7 @@ def cp_from_local(
     """
     size = None if shape is None else torch.Size(shape)
     return DTensor.from_local(
-        x, on.mesh, placements, run_check=False, shape=size, stride=stride
+        x, cp_axis.mesh, placements, run_check=False, shape=size, stride=stride
     )
 
 
@@ -254,10 +256,10 @@ def cp_gather(x: DTensor) -> Tensor:
     return x.full_tensor()
 
 
-def cp_gather_tokens(x: DTensor, on: MeshAxis, tokens: int, layout: str) -> Tensor:
+def cp_gather_tokens(x: DTensor, cp_axis: MeshAxis, tokens: int, layout: str) -> Tensor:
     """Gather a DTensor whose tokens lie in a layout as plain, in natural order."""
-    token_layout = TokenLayout.of(Layout(layout), tokens, on.size)
-    return gather_tokens(x, on.axis, token_layout)
+    token_layout = TokenLayout.of(Layout(layout), tokens, cp_axis.size)
+    return gather_tokens(x, cp_axis.axis, token_layout)
 
 
 def cp_to_local(x: DTensor, placements: tuple[Placement, ...]) -> Tensor:
@@ -304,14 +306,16 @@ def cp_dropout_mask(
     return F.dropout(ones.permute([order.index(d) for d in range(like.ndim)]), p)
 
 
-def cp_replicated(target: Callee, on: MeshAxis, /, *args: Any, **kwargs: Any) -> Any:
+def cp_replicated(
+    target: Callee, cp_axis: MeshAxis, /, *args: Any, **kwargs: Any
+) -> Any:
     """Call `target` on gathered tensors, the same on every rank; return Replicate."""
-    return cp_replicated_in_order(target, on, None, *args, **kwargs)
+    return cp_replicated_in_order(target, cp_axis, None, *args, **kwargs)
 
 
 def cp_replicated_in_order(
     target: Callee,
-    on: MeshAxis,
+    cp_axis: MeshAxis,
     order: tuple[int, ...] | None,
     /,
     *args: Any,
@@ -329,7 +333,7 @@ def cp_replicated_in_order(
         return in_memory_order(full, order)
 
     def replicated(x: Tensor) -> DTensor:
-        return cp_replicate(x, on)
+        return cp_replicate(x, cp_axis)
 
     args, kwargs = pytree.tree_map_only(DTensor, gathered, (args, kwargs))
     return pytree.tree_map_only(Tensor, replicated, target(*args, **kwargs))

@@ -32,7 +32,7 @@ from cpcompile.torch_private.operators import generic_associative_scan
 
 from ..flow.flow import EntriesMeet, nothing_moves
 from ..flow.trial import RandomNumbers
-from ..graph.held import HeldGraph
+from ..graph.constant_arguments import GraphArgument
 
 SCAN, ASSOCIATIVE_SCAN = "scan", "associative_scan"
 _Placements = tuple[Placement, ...]
@@ -40,7 +40,7 @@ _APART = "a step needs more than the entries of a rank"
 
 
 def cp_scan(
-    step: HeldGraph, kind: str, carried: int, scanned: int, *operands: Any
+    step: GraphArgument, kind: str, carried: int, scanned: int, *operands: Any
 ) -> list[Tensor]:
     """Scan along dimension 0; of DTensors a rank scans the entries that it has.
 
@@ -94,7 +94,7 @@ def cp_scan(
 
 
 def scanned_in_parts(
-    step: HeldGraph, kind: str, carried: int, scanned: int, *operands: Any
+    step: GraphArgument, kind: str, carried: int, scanned: int, *operands: Any
 ) -> list[Tensor]:
     """Do what `cp_scan` does; mark in a graph that ranks scan the steps they have."""
     return cp_scan(step, kind, carried, scanned, *operands)
@@ -135,7 +135,7 @@ class _CompactGradient(torch.autograd.Function):
 class Scan:
     """The scan without its operands; see `cp_scan`."""
 
-    step: HeldGraph
+    step: GraphArgument
     kind: str
     carried: int
     scanned: int

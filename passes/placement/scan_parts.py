@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 
-from ..graph.held import HeldGraph, MeshAxis
+from ..graph.constant_arguments import GraphArgument, MeshAxis
 from .scan_calls import Scan
 
 
 def cp_scanned_in_parts(
-    step: HeldGraph,
+    step: GraphArgument,
     kind: str,
     carried: int,
     scanned: int,
     *operands: DTensor,
-    on: MeshAxis,
+    cp_axis: MeshAxis,
 ) -> list[DTensor]:
     """Scan the steps of each rank, which are a part of all of them on the axis.
 
@@ -37,16 +37,16 @@ def cp_scanned_in_parts(
 
     Returns: results that are split along their steps as `operands` are.
     """
-    whole: list[Placement] = [Replicate()] * on.mesh.ndim
+    whole: list[Placement] = [Replicate()] * cp_axis.mesh.ndim
     split, summed = list(whole), list(whole)
-    split[on.axis], summed[on.axis] = Shard(0), Partial()
+    split[cp_axis.axis], summed[cp_axis.axis] = Shard(0), Partial()
     parts = [local_part(x.redistribute(placements=split)) for x in operands]
     scan = Scan(step, kind, carried, scanned)
     own = scan.run(parts)
-    last = [_from_parts(x[-1:], on, split, on.size) for x in own]
+    last = [_from_parts(x[-1:], cp_axis, split, cp_axis.size) for x in own]
     gathered = [local_part(x.redistribute(placements=whole), summed) for x in last]
     # Ranks make the same calls, also the first one: messages have to be the same.
-    rank = on.mesh.get_local_rank(on.axis)
+    rank = cp_axis.mesh.get_local_rank(cp_axis.axis)
     is_first = torch.full((), rank == 0, device=own[0].device)
     before = max(rank - 1, 0)
     earlier = [x[before : before + 1] for x in scan.run(gathered)]
@@ -54,16 +54,16 @@ def cp_scanned_in_parts(
     joined = step.graph(*leaves)
     results = [torch.where(is_first, x, y) for x, y in zip(own, joined, strict=True)]
     steps = operands[0].shape[0]
-    return [_from_parts(x.contiguous(), on, split, steps) for x in results]
+    return [_from_parts(x.contiguous(), cp_axis, split, steps) for x in results]
 
 
 def _from_parts(
-    x: Tensor, on: MeshAxis, placements: Sequence[Placement], steps: Any
+    x: Tensor, cp_axis: MeshAxis, placements: Sequence[Placement], steps: Any
 ) -> DTensor:
     shape = torch.Size((steps, *x.shape[1:]))
     return DTensor.from_local(
         x,
-        on.mesh,
+        cp_axis.mesh,
         placements,
         run_check=False,
         shape=shape,

@@ -30,7 +30,7 @@ from cpcompile.ops.comm.moved_tokens import WHOLE
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.torch_private.dispatch_modes import disable_current_modes
 
-from ..graph.held import MeshAxis
+from ..graph.constant_arguments import MeshAxis
 from ..graph.nodes import fake_value
 from .placement_calls import cp_replicate
 from .token_picks import cp_pick_tokens
@@ -57,7 +57,7 @@ _MOVES: dict[str, Callable[..., Joined]] = {
 
 def cp_move_tokens(
     xs: Sequence[Tensor],
-    on: MeshAxis,
+    cp_axis: MeshAxis,
     dim: int,
     how: str,
     /,
@@ -82,15 +82,15 @@ def cp_move_tokens(
     joined = _MOVES[how](lengths, *args)
     for length in (*lengths, joined.length):
         if is_symbol(length):
-            if expected(length) < _LEAST * on.size:
+            if expected(length) < _LEAST * cp_axis.size:
                 raise LengthNotSymbolic(f"ranks have less than {_LEAST} tokens")
-            require(length >= _LEAST * on.size)
-    like = next(x for x in xs if isinstance(x, DTensor) and _is_split(x, on, dim))
+            require(length >= _LEAST * cp_axis.size)
+    like = next(x for x in xs if isinstance(x, DTensor) and _is_split(x, cp_axis, dim))
     locals_ = []
     for x in xs:
-        full = x if isinstance(x, DTensor) else cp_replicate(x, on)
-        locals_.append(_local(full, like, on, dim))
-    names = [layout if _is_split(x, on, dim) else WHOLE for x in xs]
+        full = x if isinstance(x, DTensor) else cp_replicate(x, cp_axis)
+        locals_.append(_local(full, like, cp_axis, dim))
+    names = [layout if _is_split(x, cp_axis, dim) else WHOLE for x in xs]
     local = torch.ops.cp.moved_tokens(
         locals_,
         dim,
@@ -99,7 +99,7 @@ def cp_move_tokens(
         [*chain.from_iterable(joined.pieces)],
         joined.length,
         fill,
-        on.mesh.get_group(on.axis).group_name,
+        cp_axis.mesh.get_group(cp_axis.axis).group_name,
     )
     shape = list(like.shape)
     shape[dim] = joined.length
@@ -108,7 +108,7 @@ def cp_move_tokens(
 
 def cp_split_tokens(
     x: DTensor,
-    on: MeshAxis,
+    cp_axis: MeshAxis,
     dim: int,
     sizes: Sequence[int],
     layout: str = Layout.CONTIGUOUS.value,
@@ -120,13 +120,15 @@ def cp_split_tokens(
     parts: list[Tensor] = []
     start = 0
     for size in sizes:
-        if are_few(size, on.size):
+        if are_few(size, cp_axis.size):
             every: list[Any] = [slice(None)] * x.ndim
             every[dim] = slice(start, start + size)
-            parts.append(cp_pick_tokens(x, on, dim, tuple(every), layout))
+            parts.append(cp_pick_tokens(x, cp_axis, dim, tuple(every), layout))
         else:
             cut = (start, start + size, 1)
-            parts.append(cp_move_tokens([x], on, dim, "slice", *cut, layout=layout))
+            parts.append(
+                cp_move_tokens([x], cp_axis, dim, "slice", *cut, layout=layout)
+            )
         start += size
     return parts
 
@@ -140,15 +142,15 @@ def are_few(tokens: Size, ranks: int) -> bool:
 def tokens_sent(node: fx.Node, layout: Layout, ranks: int) -> int:
     """Count the tokens that the first rank sends for a call of one of these."""
     arguments: Any = fx.node.map_aggregate(node.args, _expected)
-    xs, on, dim, *how = arguments
+    xs, cp_axis, dim, *how = arguments
     if node.target is cp_split_tokens:
         cuts = [
             ("slice", *pair, 1)
             for pair in pairwise([0, *accumulate(how[0])])
             if not are_few(pair[1] - pair[0], ranks)
         ]
-        return sum(_sent([xs], on, dim, layout, ranks, *cut) for cut in cuts)
-    return _sent(xs, on, dim, layout, ranks, *how)
+        return sum(_sent([xs], cp_axis, dim, layout, ranks, *cut) for cut in cuts)
+    return _sent(xs, cp_axis, dim, layout, ranks, *how)
 
 
 def _expected(x: Any) -> Any:
@@ -159,7 +161,7 @@ def _expected(x: Any) -> Any:
 
 def _sent(
     xs: Sequence[fx.Node],
-    on: MeshAxis,
+    cp_axis: MeshAxis,
     dim: int,
     layout: Layout,
     ranks: int,
@@ -169,7 +171,7 @@ def _sent(
     values = [fake_value(x) for x in xs]
     lengths = [expected(x.shape[dim]) for x in values]
     joined = _MOVES[how](lengths, *args)
-    layouts = [layout if _is_split(x, on, dim) else None for x in values]
+    layouts = [layout if _is_split(x, cp_axis, dim) else None for x in values]
     sources = tuple(zip(lengths, layouts, strict=True))
     result = TokenLayout.of(layout, joined.length, ranks)
     host = torch.device("cpu")
@@ -177,7 +179,7 @@ def _sent(
         return sum(move_of(sources, tuple(joined.pieces), result, 0, host).sent)
 
 
-def _local(x: DTensor, like: DTensor, on: MeshAxis, dim: int) -> Tensor:
+def _local(x: DTensor, like: DTensor, cp_axis: MeshAxis, dim: int) -> Tensor:
     """Return this rank's part of a source.
 
     Of a source that every rank has in whole, each rank reads what its own tokens need:
@@ -185,14 +187,14 @@ def _local(x: DTensor, like: DTensor, on: MeshAxis, dim: int) -> Tensor:
     """
     placements = list(like.placements)
     grads: list[Placement] = list(like.placements)
-    if not _is_split(x, on, dim):
-        placements[on.axis] = Replicate()
-        grads[on.axis] = Partial()
+    if not _is_split(x, cp_axis, dim):
+        placements[cp_axis.axis] = Replicate()
+        grads[cp_axis.axis] = Partial()
     return local_part(x.redistribute(placements=placements), grads)
 
 
-def _is_split(x: Tensor, on: MeshAxis, dim: int) -> bool:
-    return isinstance(x, DTensor) and x.placements[on.axis] == Shard(dim)
+def _is_split(x: Tensor, cp_axis: MeshAxis, dim: int) -> bool:
+    return isinstance(x, DTensor) and x.placements[cp_axis.axis] == Shard(dim)
 
 
 def _sharded(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:

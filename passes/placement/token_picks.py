@@ -19,12 +19,12 @@ from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.token_pieces import sliced
 from cpcompile.ops.dtensor.local_part import local_part
 
-from ..graph.held import MeshAxis
+from ..graph.constant_arguments import MeshAxis
 
 
 def cp_pick_tokens(
     x: DTensor,
-    on: MeshAxis,
+    cp_axis: MeshAxis,
     dim: int,
     items: tuple[Any, ...],
     layout: str = Layout.CONTIGUOUS.value,
@@ -37,7 +37,7 @@ def cp_pick_tokens(
     Raises: as torch does, for a position that x has not; on GPUs an assertion of the
     device.
     """
-    local, lies, valid = _own(x, on, dim, items[dim], layout)
+    local, lies, valid = _own(x, cp_axis, dim, items[dim], layout)
     own_items = (*items[:dim], lies, *items[dim + 1 :])
     advanced = [i for i, item in enumerate(own_items) if isinstance(item, Tensor | int)]
     block = torch.broadcast_shapes(
@@ -52,7 +52,7 @@ def cp_pick_tokens(
         picked = picked.squeeze(first)
     after = [1] * (picked.ndim - first - len(block))
     mask = valid.expand(block).reshape([*block, *after])
-    return _summed(picked, mask, x, on)
+    return _summed(picked, mask, x, cp_axis)
 
 
 def _is_number(item: Any) -> bool:
@@ -61,26 +61,26 @@ def _is_number(item: Any) -> bool:
 
 def cp_gather_at(
     x: DTensor,
-    on: MeshAxis,
+    cp_axis: MeshAxis,
     dim: int,
     index: Tensor,
     layout: str = Layout.CONTIGUOUS.value,
 ) -> Tensor:
     """Return x.gather(dim, index) on every rank, where `dim` has the tokens."""
-    local, lies, valid = _own(x, on, dim, index, layout)
+    local, lies, valid = _own(x, cp_axis, dim, index, layout)
     picked = local.gather(dim, lies)
-    return _summed(picked, valid, x, on)
+    return _summed(picked, valid, x, cp_axis)
 
 
 def _own(
-    x: DTensor, on: MeshAxis, dim: int, index: Tensor | slice | int, layout: str
+    x: DTensor, cp_axis: MeshAxis, dim: int, index: Tensor | slice | int, layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's tokens, which of them an index means, and whether it has any.
 
     Where it has none the first token stands for it.
     """
-    length, rank = x.shape[dim], on.mesh.get_local_rank(on.axis)
-    tokens = TokenLayout.of(Layout(layout), length, on.size)
+    length, rank = x.shape[dim], cp_axis.mesh.get_local_rank(cp_axis.axis)
+    tokens = TokenLayout.of(Layout(layout), length, cp_axis.size)
     start, count = tokens.start(rank), tokens.count(rank)
     if isinstance(index, slice):
         (piece,), chosen = sliced(length, index.start, index.stop, index.step)
@@ -101,14 +101,14 @@ def _own(
     return local, torch.where(valid, lies, 0), valid
 
 
-def _summed(picked: Tensor, has: Tensor, x: DTensor, on: MeshAxis) -> Tensor:
+def _summed(picked: Tensor, has: Tensor, x: DTensor, cp_axis: MeshAxis) -> Tensor:
     """Return on each rank what the rank has picked that has it."""
-    everywhere: list[Placement] = [Replicate()] * on.mesh.ndim
+    everywhere: list[Placement] = [Replicate()] * cp_axis.mesh.ndim
     summed = list(everywhere)
-    summed[on.axis] = Partial()
+    summed[cp_axis.axis] = Partial()
     if picked.element_size() == 1 and picked.dtype != torch.int8:  # no such numbers add
         wide = torch.float32 if picked.is_floating_point() else torch.uint8
         picked = picked.to(wide)
     own = torch.where(has, picked, picked.new_zeros(()))
-    parts = DTensor.from_local(own, on.mesh, summed, run_check=False)
+    parts = DTensor.from_local(own, cp_axis.mesh, summed, run_check=False)
     return parts.redistribute(placements=everywhere).to(x.dtype)

@@ -87,7 +87,7 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
         return workload(call, ctx, work_left)
 
     for call in ctx.findings.calls:
-        if call.obstacle is None and call.left_alone is None:
+        if call.unsupported is None and call.already_local is None:
             try:
                 plan = decide(question(call, Layout.CONTIGUOUS))
             except RewriteError as error:
@@ -169,7 +169,7 @@ def _in_layout(
     if layout is Layout.CONTIGUOUS:
         return plans
     for call in ctx.findings.contiguous_plans:
-        problem = _obstacle(call, ctx, layout)
+        problem = _unsupported(call, ctx, layout)
         if problem is None:
             try:
                 asked = question(call, layout)
@@ -185,7 +185,7 @@ def _in_layout(
     return plans
 
 
-def _obstacle(call: AttentionCall, ctx: Context, layout: Layout) -> str | None:
+def _unsupported(call: AttentionCall, ctx: Context, layout: Layout) -> str | None:
     if ctx.length is not None and layout is not Layout.ZIGZAG:
         return _SYMBOLIC
     mask = ctx.findings.masks.get(call)

@@ -6,10 +6,10 @@
 Calls inside activation-checkpoint regions are found as well. `inline_attention_modules`
 runs before, so that calls inside of multi_head_attention_forward are visible here.
 
-A call with an `obstacle` (a mask together with is_causal=True, dropout of 1, heads that
-cannot be grouped, a transform of torch.func around it) has its tokens sharded up to
-there; then it raises, or is gathered if not strict. One that is `left_alone` is right
-as it is: it is sharded on heads or batch alone.
+A call that is `unsupported` (a mask together with is_causal=True, dropout of 1, heads
+that cannot be grouped, a transform of torch.func around it) has its tokens sharded up
+to there; then it raises, or is gathered if not strict. One that is `already_local` is
+right as it is: it is sharded on heads or batch alone.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def find_attention(graph: fx.Graph, ctx: Context) -> int:
         if is_attention(node)
     ]
     for call in ctx.findings.calls:
-        if call.left_alone:
-            log.info("attention at %s is left alone: %s", call.path, call.left_alone)
+        if call.already_local:
+            log.info("attention at %s is left alone: %s", call.path, call.already_local)
     return len(ctx.findings.calls)
 
 
@@ -60,7 +60,9 @@ def unplanned_calls(ctx: Context) -> dict[fx.Node, AttentionCall]:
 
     Their tokens may be shared out all the same.
     """
-    return {c.node: c for c in ctx.findings.calls if c.obstacle and not c.left_alone}
+    return {
+        c.node: c for c in ctx.findings.calls if c.unsupported and not c.already_local
+    }
 
 
 def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -98,8 +100,8 @@ def _read(node: fx.Node, transformed: bool) -> AttentionCall:
     return AttentionCall(
         **call.__dict__
         | {
-            "obstacle": _IN_TRANSFORM if transformed else _obstacle(call, grouped),
-            "left_alone": left_alone(node),
+            "obstacle": _IN_TRANSFORM if transformed else _unsupported(call, grouped),
+            "already_local": already_local(node),
         }
     )
 
@@ -118,7 +120,7 @@ _IN_TRANSFORM = (
 )
 
 
-def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
+def _unsupported(call: AttentionCall, grouped: bool) -> str | None:
     q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not 0 <= call.dropout_p < 1:
@@ -145,7 +147,7 @@ def _heads_agree(q: Tensor, k: Tensor, grouped: bool) -> bool:
     return grouped and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
 
 
-def left_alone(node: fx.Node) -> str | None:
+def already_local(node: fx.Node) -> str | None:
     """Explain why a call needs no rewriting; None if it may need it.
 
     A DTensor call that is split over heads or batch, and not on the sequence, needs
@@ -168,5 +170,5 @@ def left_alone(node: fx.Node) -> str | None:
 def unrewritten(call: AttentionCall, operands: tuple[Any, ...]) -> str:
     """Return the message for a call that is still there on a sharded sequence."""
     placements = ", ".join(placements_text(x) for x in operands)
-    reason = call.obstacle or f"its operands have placements {placements}"
+    reason = call.unsupported or f"its operands have placements {placements}"
     return f"attention at {call.path} (node {call.node.name}): {reason}"

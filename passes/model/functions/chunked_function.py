@@ -30,8 +30,8 @@ from cpcompile.torch_private.functorch import autograd_function_apply
 from cpcompile.torch_private.operators import get_decompositions
 
 from ...graph.calls import spelled
+from ...graph.constant_arguments import ConstantArgument, graph_text
 from ...graph.effects import view_of
-from ...graph.held import Held, graph_text
 from ...graph.new_call import NewCall
 from ...placement.decisions import Decision, FallBack, Propagate
 from ...placement.graph_values import GraphValues
@@ -65,10 +65,10 @@ def _addmm(
 _TABLE = {**get_decompositions(_DECOMPOSED), aten.addmm.default: _addmm}
 
 
-def chunked_function(graph_values: GraphValues, node: fx.Node) -> Decision | None:
+def chunked_function(known: GraphValues, node: fx.Node) -> Decision | None:
     """Decide on an autograd.Function that takes its tokens in chunks; else None."""
-    values = [graph_values.value(x) for x in node.args[2:]]
-    dims = {number: _row_dim(graph_values, x) for number, x in enumerate(values)}
+    values = [known.value(x) for x in node.args[2:]]
+    dims = {number: _row_dim(known, x) for number, x in enumerate(values)}
     split = {number: dim for number, dim in dims.items() if dim is not None}
     lengths = {values[number].shape[dim] for number, dim in split.items()}
     if len(lengths) != 1 or any(map(is_symbol, lengths)):
@@ -76,15 +76,13 @@ def chunked_function(graph_values: GraphValues, node: fx.Node) -> Decision | Non
     both = function_bodies(node)
     if node.kwargs.get("dirty_idx") or not _takes_parts(both):
         return None
-    if graph_values.joint_of(node) is not None or _are_split_otherwise(values, split):
+    if known.joint_of(node) is not None or _are_split_otherwise(values, split):
         return None
     bodies = functional_bodies(node, _TABLE)
     if bodies is None:
         return None
     (tokens,) = lengths
-    questions = RowQuestions(
-        graph_values.trial.fake_mode, graph_values.ctx.mesh.device_type
-    )
+    questions = RowQuestions(known.trial.fake_mode, known.ctx.mesh.device_type)
     names = [_name(x) for x in node.args[2:]]
     inputs = bodies.forward.graph.find_nodes(op="placeholder")
     names_of = dict(zip(inputs, names, strict=True))
@@ -97,15 +95,13 @@ def chunked_function(graph_values: GraphValues, node: fx.Node) -> Decision | Non
         return FallBack(f"it takes its tokens in chunks, and {reason}")
     if not flow.slices:
         return None
-    group = graph_values.ctx.group_name
+    group = known.ctx.group_name
     (like, *_) = (values[i].placements for i in split)
     args: list[Any] = list(node.args[2:])
     for number, dim in flows.cut.items():
-        placed = _placements(like, graph_values.ctx.axis, dim)
-        args.append(NewCall(cp_place, (node.args[2 + number], graph_values.on, placed)))
-    program = ChunkProgram(
-        both, flows, split, graph_values.ctx.axis, group, dict(node.kwargs)
-    )
+        placed = _placements(like, known.ctx.axis, dim)
+        args.append(NewCall(cp_place, (node.args[2 + number], known.cp_axis, placed)))
+    program = ChunkProgram(both, flows, split, known.ctx.axis, group, dict(node.kwargs))
     return Propagate(NewCall(cp_row_parallel_function, (program, *args)))
 
 
@@ -131,11 +127,11 @@ def _name(argument: Any) -> str:
     return str((argument.target, args, kwargs))
 
 
-def _row_dim(graph_values: GraphValues, value: Any) -> int | None:
+def _row_dim(known: GraphValues, value: Any) -> int | None:
     """Return an argument's dimension that the sequence's axis splits, or None."""
     if not isinstance(value, DTensor):
         return None
-    dim: int | None = getattr(value.placements[graph_values.ctx.axis], "dim", None)
+    dim: int | None = getattr(value.placements[known.ctx.axis], "dim", None)
     return dim
 
 
@@ -229,7 +225,7 @@ def _input(node: fx.Node, program: LocalProgram) -> fx.Node:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class ChunkProgram(Held):
+class ChunkProgram(ConstantArgument):
     """A function of the user that takes its tokens in chunks, for the rows of a rank.
 
     whole: its graphs as they are. rows: the arguments with rows, and where they have

@@ -70,7 +70,7 @@ def find_latents(graph: fx.Graph, ctx: Context) -> int:
         return 0  # weights that tensor parallelism has split are not at hand
     sources = _Sources(graph, ctx)
     for call in ctx.findings.calls:
-        if call.obstacle is None and call.left_alone is None:
+        if call.unsupported is None and call.already_local is None:
             found = sources.of(call)
             if found is not None:
                 ctx.findings.key_sources[call] = found

@@ -254,7 +254,12 @@ class _LaidOut:
             with node.graph.inserting_before(node):
                 where = self.tokens_of.dim(value)
                 length = self._length(node.args[0], where, value)
-            place: Any = (self.writer.on, value.placements, length, self.layout.value)
+            place: Any = (
+                self.writer.cp_axis,
+                value.placements,
+                length,
+                self.layout.value,
+            )
             node.args = (node.args[0], *place)
         elif node.target is cp_gather:
             (source,) = node.args
@@ -262,14 +267,14 @@ class _LaidOut:
             with node.graph.inserting_before(node):
                 length = self._length(source, where, fake_value(source))
             node.target = cp_gather_tokens
-            how: Any = (self.writer.on, length, self.layout.value)
+            how: Any = (self.writer.cp_axis, length, self.layout.value)
             node.args = (source, *how)
         elif node.target is cp_key_source:
             source = node.all_input_nodes[0]
             where = self.tokens_of.dim(fake_value(source))
             with node.graph.inserting_before(node):
                 length = self._length(source, where, fake_value(source))
-            how = (self.writer.on, length, self.layout.value)
+            how = (self.writer.cp_axis, length, self.layout.value)
             node.args = (source, *how)
 
     def _length(self, source: Any, dim: TokenDim | None, like: Any) -> int | fx.Node:
@@ -302,7 +307,12 @@ class _LaidOut:
                 length = self._length(
                     constant, dim, self.tokens_of.sequence_value(node)
                 )
-                where = (self.writer.on, tuple(placements), length, self.layout.value)
+                where = (
+                    self.writer.cp_axis,
+                    tuple(placements),
+                    length,
+                    self.layout.value,
+                )
                 placed = self.writer.call(cp_place, (constant, *where), like=node)
             self._placed[key] = placed
         return self._placed[key]

@@ -229,7 +229,7 @@ class Reader:
 
     def _attended(self, node: fx.Node, token_inputs: list[fx.Node]) -> Tokens:
         call = self.calls.get(node)
-        if call is None or call.obstacle or call.left_alone:
+        if call is None or call.unsupported or call.already_local:
             raise Unproved("this attention is not shared out")
         keys = [call.k, call.v]
         if not set(token_inputs) & set(keys):

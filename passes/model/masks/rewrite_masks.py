@@ -92,7 +92,9 @@ def rewrite_masks(graph: fx.Graph, ctx: Context) -> int:
     """
     write_causal_limits(ctx, graph)
     calls = [
-        c for c in ctx.findings.calls if c.mask and not (c.obstacle or c.left_alone)
+        c
+        for c in ctx.findings.calls
+        if c.mask and not (c.unsupported or c.already_local)
     ]
     if not calls:
         return 0
@@ -137,7 +139,7 @@ class _Finder:
         if not fits(call):
             shapes = f"{list(fake_value(call.mask).shape)} for q {list(call.q_shape)}"
             problem = f"got an attn_mask of shape {shapes}, which makes q larger"
-            return replace(call, obstacle=f"{problem}; needed q of that shape")
+            return replace(call, unsupported=f"{problem}; needed q of that shape")
         try:
             if self.regions.is_shared(call.node.graph):
                 raise Unreadable("it is used in a region that runs several times")

@@ -18,8 +18,8 @@ from cpcompile.geometry.lengths import (
 from cpcompile.geometry.masks import Mask
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
+from ...graph.constant_arguments import Constant
 from ...graph.context import AttentionCall, Context
-from ...graph.held import Constant
 from ...graph.nodes import (
     expected_shape,
     fake_mode_of,
@@ -38,8 +38,8 @@ def write_causal_limits(ctx: Context, graph: fx.Graph) -> None:
     for number, call in enumerate(ctx.findings.calls):
         if (
             not (call.changes_scores and call.is_causal)
-            or call.obstacle
-            or call.left_alone
+            or call.unsupported
+            or call.already_local
         ):
             continue
         node = _causal_limits(call, fake_mode_of(graph))

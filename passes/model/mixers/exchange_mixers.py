@@ -45,7 +45,7 @@ from ...graph.nodes import (
 )
 from ...graph.sequence_tokens import TokenDim, exchanged
 from ...placement.scan_calls import cp_scan, scanned_in_parts
-from .dim_class import CREATIONS, DimClass
+from .dim_group import CREATIONS, DimGroup
 from .mixed_sequence import MixedSequence, dim_size, find_sequences, moves_little
 from .mixer_regions import Region, RegionFinder
 from .mixer_seconds import MixerSeconds, Prices, has_strategies
@@ -67,7 +67,7 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
         return 0
     seeds = dict(find_sequences(graph, ctx))
     lengths = sorted({dim_size(node, dim) for node, dim in seeds.items()} - {0, 1})
-    tokens: dict[int, DimClass] = {}
+    tokens: dict[int, DimGroup] = {}
     for length in lengths:  # and those that are found on the way
         sequence = MixedSequence(graph, ctx, length, seeds)
         tokens[length] = sequence.tokens
@@ -203,7 +203,7 @@ class _Exchange:
             )
             warn_unmet(f"{name} at {where(node)}", f"strategy {wanted.value!r}", why)
 
-    def _dim_of(self, node: fx.Node, entries: DimClass) -> str:
+    def _dim_of(self, node: fx.Node, entries: DimGroup) -> str:
         """Return what the table calls the dimension of a class."""
         for name, dims in mixer_call(node).mixer.independent.items():
             for operand, x in mixer_operands(node).items():

@@ -3,7 +3,7 @@
     x: [B, 64, C], sharded along 1
     y = x.view(B, 2, 4, 2, 4, C).permute(0, 1, 3, 2, 4, 5).reshape(B * 4, 16, C)
     scaled_dot_product_attention(q, k, v)           q: [B * 4, H, 16, D], of y
-      ->  AttentionCall(left_alone="its tokens are in windows, ...")
+      ->  AttentionCall(already_local="its tokens are in windows, ...")
 
 Where the tokens of an input end in the batch of an attention call, and not in its
 sequence, every rank has whole windows: rows of a grid, frames, blocks. Such a call
@@ -21,7 +21,7 @@ from ...graph.attention_calls import is_attention
 from ...graph.context import IN_WINDOWS, AttentionCall, Context
 from ...graph.graph_pass import graph_pass
 from ..attention.find_attention import attention_operands
-from .dim_class import DimClass
+from .dim_group import DimGroup
 from .mixed_sequence import MixedSequence, computes, dim_size, find_sequences
 
 
@@ -39,13 +39,13 @@ def find_windows(graph: fx.Graph, ctx: Context) -> int:
     for call in calls:
         if call.node in walk.windows:
             place = ctx.findings.calls.index(call)
-            ctx.findings.calls[place] = replace(call, left_alone=IN_WINDOWS)
+            ctx.findings.calls[place] = replace(call, already_local=IN_WINDOWS)
     return len(walk.windows)
 
 
 def _may_be(call: AttentionCall, lengths: set[int]) -> bool:
     """Tell whether a call attends to fewer tokens than an input has."""
-    if call.obstacle or call.left_alone or not lengths:
+    if call.unsupported or call.already_local or not lengths:
         return False
     return max(call.q_shape[-2], call.k_shape[-2]) < max(lengths)
 
@@ -59,7 +59,7 @@ class _Walk:
     def __init__(self, sequence: MixedSequence) -> None:
         self.sequence = sequence
         self.windows: set[fx.Node] = set()
-        self._classes: dict[fx.Node, DimClass] = {}
+        self._classes: dict[fx.Node, DimGroup] = {}
 
     def follow(self, node: fx.Node, dim: int) -> None:
         """Follow a dimension of a value as far as its entries keep apart."""
@@ -81,11 +81,11 @@ class _Walk:
             return self._attended(user, entries)
         if not computes(user):
             return []
-        found = self.sequence.ahead(entries, value, user) or []
+        found = self.sequence.consumers_of(entries, value, user) or []
         self._classes |= {x: c for c, x in found}
         return [x for _, x in found]
 
-    def _attended(self, node: fx.Node, entries: DimClass) -> list[fx.Node]:
+    def _attended(self, node: fx.Node, entries: DimGroup) -> list[fx.Node]:
         classes = [self._classes.get(x) for x in attention_operands(node)]
         places = {
             (c.entries, c.dims[x]) if c is not None else None

@@ -36,7 +36,7 @@ from ..normalize.pad_convolutions import CONVOLUTIONS, convolved, reach_along
 from ..sharding.dim_flows import dim_flows, part_written, token_operands
 from ..sharding.rows_before import OF_POSITIONS
 from ..sharding.sharding_rules import RULES
-from .dim_class import CREATIONS, DimClass, linked_values
+from .dim_group import CREATIONS, DimGroup, linked_values
 
 _ANYWHERE = (
     "mean", "expand_as", "logsigmoid", "log_sigmoid", "prelu", *CONVOLUTIONS,
@@ -84,7 +84,7 @@ class MixedSequence:
         ]
         self.flows = flows_of(fake_mode_of(graph), ctx.mesh.device_type)
         self.links = linked_values(graph)
-        self.tokens = DimClass(self.flows, self.links, tokens, 1)
+        self.tokens = DimGroup(self.flows, self.links, tokens, 1)
         found = {x: d for x, d in seeds.items() if dim_size(x, d) == tokens}
         tried: set[fx.Node] = set()  # some have tokens in two dimensions, so in none
         while found:
@@ -95,8 +95,8 @@ class MixedSequence:
                 for x, d in self.moved_results()
                 if dim_size(x, d) == tokens and x not in {*tried, *self.tokens.dims}
             }
-        self.classes: list[DimClass] = []
-        self.others: list[DimClass] = []
+        self.classes: list[DimGroup] = []
+        self.others: list[DimGroup] = []
         self.writes = [
             x for x in self.nodes if is_in_place(x) and isinstance(x.args[0], fx.Node)
         ]
@@ -162,22 +162,22 @@ class MixedSequence:
                 if spelled(user) == "setitem" and user.args[0] is value:
                     continue  # what else is assigned to it
                 seen.add(user)
-                found = self.ahead(entries, value, user)
+                found = self.consumers_of(entries, value, user)
                 if found is None:
                     return False
                 waiting += found
         return True
 
-    def ahead(
-        self, entries: DimClass, value: fx.Node, user: fx.Node
-    ) -> list[tuple[DimClass, fx.Node]] | None:
+    def consumers_of(
+        self, entries: DimGroup, value: fx.Node, user: fx.Node
+    ) -> list[tuple[DimGroup, fx.Node]] | None:
         """Return the values of a call that have entries of an operand, with classes.
 
         These are the same entries, or those that are left of them, or windows of them.
         None where entries meet.
         """
         written: fx.Node = user.args[0] if part_written(user) else user  # type: ignore[assignment]
-        values = entries.ahead(user) if written is user else None
+        values = entries.consumers_of(user) if written is user else None
         if values is not None:
             entries.dims |= values
             return [(entries, x) for x in values]
@@ -233,7 +233,7 @@ class MixedSequence:
                     yield node, TokenDim(out)
                     break
 
-    def classes_of(self, node: fx.Node) -> Iterator[DimClass]:
+    def classes_of(self, node: fx.Node) -> Iterator[DimGroup]:
         """Yield the classes of dimensions that a call treats entry by entry.
 
         Of a known mixer first those that all of its operands have. Others, of which
@@ -265,7 +265,7 @@ class MixedSequence:
         operand: fx.Node,
         dim: int,
         whole: Sequence[fx.Node] = (),
-    ) -> Iterator[DimClass]:
+    ) -> Iterator[DimGroup]:
         """Yield the class of a dimension, if a call treats it entry by entry.
 
         whole: operands of which the call needs all for each entry. The dimension may
@@ -281,15 +281,15 @@ class MixedSequence:
             (c for c in self.classes if c.dims.get(operand) == TokenDim(dim)), None
         )
         if known is None:
-            known = DimClass(self.flows, self.links, size, self.ranks, whole)
+            known = DimGroup(self.flows, self.links, size, self.ranks, whole)
             known.grow({operand: TokenDim(dim)})
             self.classes.append(known)
         if known.is_local(node):
             yield known
 
-    def class_ahead(self, node: fx.Node, dim: int) -> DimClass:
+    def class_ahead(self, node: fx.Node, dim: int) -> DimGroup:
         """Return the class of a dimension that has one value, to be followed ahead."""
-        entries = DimClass(self.flows, self.links, dim_size(node, TokenDim(dim)), 1)
+        entries = DimGroup(self.flows, self.links, dim_size(node, TokenDim(dim)), 1)
         entries.dims[node] = TokenDim(dim)
         return entries
 
@@ -330,7 +330,7 @@ def find_sequences(
                 yield node, TokenDim(placement.dim)
     if not of_calls:
         return
-    windows = {c.node for c in ctx.findings.calls if c.left_alone}
+    windows = {c.node for c in ctx.findings.calls if c.already_local}
     for node in all_nodes(graph):
         for operand, dim in () if node in windows else token_operands(node):
             yield operand, TokenDim(dim)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...graph.calls import spelled
 from ...graph.nodes import fake_value
 from ..layouts.layout_cut import LayoutCut
-from .dim_class import CREATIONS, DimClass
+from .dim_group import CREATIONS, DimGroup
 from .mixed_sequence import MixedSequence, moves_little
 from .mixer_seconds import MixerSeconds
 
@@ -33,7 +33,7 @@ class Region:
     saved: seconds, in comparison with the side of the tokens. first: where it begins.
     """
 
-    entries: DimClass
+    entries: DimGroup
     moved: set[fx.Node]
     saved: float
     first: int
@@ -45,7 +45,7 @@ class RegionFinder:
     def __init__(self, sequence: MixedSequence, seconds: MixerSeconds) -> None:
         self._sequence, self._seconds = sequence, seconds
 
-    def find(self, entries: DimClass) -> Iterator[Region]:
+    def find(self, entries: DimGroup) -> Iterator[Region]:
         """Yield the parts of the graph that are cheaper on the side of `entries`."""
         nodes = [x for x in self._sequence.nodes if self._takes_part(x, entries)]
         members = set(nodes)
@@ -97,14 +97,14 @@ class RegionFinder:
             if saved > 0:
                 yield Region(entries, region, saved, order[start])
 
-    def _takes_part(self, node: fx.Node, entries: DimClass) -> bool:
+    def _takes_part(self, node: fx.Node, entries: DimGroup) -> bool:
         """Tell whether a call or input is on a side at all."""
         if node.op == "output" or node not in self._sequence.computed:
             return False
         values = (node, *node.all_input_nodes)
         return any(x in entries.dims for x in values)
 
-    def _prices(self, node: fx.Node, entries: DimClass) -> tuple[float, float | None]:
+    def _prices(self, node: fx.Node, entries: DimGroup) -> tuple[float, float | None]:
         """Return the seconds of a call on the side of the tokens, and of `entries`.
 
         What cannot be on the side of `entries` is on the other at any price.
@@ -114,7 +114,7 @@ class RegionFinder:
         on_entries = self._seconds.on_entries(node, entries)
         return 0.0 if on_entries is None else self._seconds.on_tokens(node), on_entries
 
-    def _writes_elsewhere(self, node: fx.Node, entries: DimClass) -> bool:
+    def _writes_elsewhere(self, node: fx.Node, entries: DimGroup) -> bool:
         """Tell whether a call writes into a tensor that has no side."""
         base = node.args[0] if spelled(node) == "setitem" else None
         return isinstance(base, fx.Node) and not self._takes_part(base, entries)

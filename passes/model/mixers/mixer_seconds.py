@@ -26,7 +26,7 @@ from ...graph.sequence_tokens import TokenDim
 from ...placement.scan_calls import joined_operands
 from ..normalize.pad_convolutions import convolved
 from ..sharding.dim_flows import dim_flows
-from .dim_class import CREATIONS, DimClass
+from .dim_group import CREATIONS, DimGroup
 from .mixed_sequence import MixedSequence, dim_size, moves_little, stays_on_tokens
 
 DEAR = 1e6  # seconds: a price for what the user has ruled out
@@ -65,7 +65,7 @@ class MixerSeconds:
             return self._of_halo(node)
         return self._of_move(node) if few else self._cheapest(node)[1]
 
-    def on_entries(self, node: fx.Node, entries: DimClass) -> float | None:
+    def on_entries(self, node: fx.Node, entries: DimGroup) -> float | None:
         """Return the seconds of a call in parts along entries; None if it has none."""
         if node.op == "placeholder":
             return 0.0 if node in self._sequence.links else None
@@ -83,7 +83,7 @@ class MixerSeconds:
             return DEAR
         return self._in_uneven_parts(node, entries) + self._of_gather(gathered)
 
-    def of_exchange(self, node: fx.Node, entries: DimClass) -> float | None:
+    def of_exchange(self, node: fx.Node, entries: DimGroup) -> float | None:
         """Return the seconds to exchange a value; None if it cannot be exchanged."""
         tokens = self._sequence.tokens
         token_dim, dim = tokens.dims.get(node), entries.dims.get(node)
@@ -191,7 +191,7 @@ class MixerSeconds:
             gathered = by_size[:-1] if of_others else []
         return self._prices.uneven(self._of_work(node), 1) + self._of_gather(gathered)
 
-    def _gathered(self, node: fx.Node, entries: DimClass) -> list[fx.Node]:
+    def _gathered(self, node: fx.Node, entries: DimGroup) -> list[fx.Node]:
         """Return the operands that ranks must have in whole on the side of `entries`.
 
         All of its entries read them, and they are split along the tokens.
@@ -232,7 +232,7 @@ class MixerSeconds:
     def _exchanged(self, node: fx.Node) -> float:
         return self._prices.exchanged(bytes_of(node), fake_value(node).requires_grad)
 
-    def _in_uneven_parts(self, node: fx.Node, entries: DimClass) -> float:
+    def _in_uneven_parts(self, node: fx.Node, entries: DimGroup) -> float:
         """Return the seconds of the largest part of a call, beyond those of a share.
 
         A rank may compute again what all of the entries of a known mixer read.
@@ -244,7 +244,7 @@ class MixerSeconds:
             return self._of_work(node, entries) - work / ranks
         return self._prices.uneven(work, entries.entries)
 
-    def _of_work(self, node: fx.Node, entries: DimClass | None = None) -> float:
+    def _of_work(self, node: fx.Node, entries: DimGroup | None = None) -> float:
         """Return the seconds of a call in full; given entries, of a rank's part of it.
 
         Its memory is read and written once; of a mixer that is kept whole we know more.
@@ -263,7 +263,7 @@ class MixerSeconds:
             return prices.computed(work.flops, work.bytes)
         return prices.computed(0.0, sum(map(bytes_of, (node, *node.all_input_nodes))))
 
-    def _part_of(self, node: fx.Node, entries: DimClass | None) -> Tensor:
+    def _part_of(self, node: fx.Node, entries: DimGroup | None) -> Tensor:
         """Return a value without data; given entries, the first rank's part of them."""
         value: Tensor = fake_value(node)
         dim = None if entries is None else entries.dims.get(node)
@@ -274,7 +274,7 @@ class MixerSeconds:
         return value.new_empty(sizes)
 
 
-def _reads_entries(node: fx.Node, entries: DimClass, computed: set[fx.Node]) -> bool:
+def _reads_entries(node: fx.Node, entries: DimGroup, computed: set[fx.Node]) -> bool:
     """Tell whether a call reads a value of which ranks have entries, or makes one.
 
     Weights that are cut share nothing out: every rank has all of them.

@@ -106,7 +106,7 @@ def _keys_meet(sequence: MixedSequence, node: fx.Node, rows: int, keys: int) -> 
             if user in seen or not computes(user):
                 continue
             seen.add(user)
-            row_values, key_values = (x.ahead(user) for x in classes)
+            row_values, key_values = (x.consumers_of(user) for x in classes)
             if key_values is None or row_values is None:
                 return bool(row_values) and key_values is None
             if row_values.keys() == key_values.keys():

@@ -20,11 +20,11 @@ from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.ops.dtensor.shares import sharing_rows
 from cpcompile.torch_private import pytree
 
-from ...graph.held import HeldGraph
+from ...graph.constant_arguments import GraphArgument
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class RowProgram(HeldGraph):
+class RowProgram(GraphArgument):
     """A program that does the same with every row of some arguments.
 
     graph: graph(rows, *args) gives one tensor or several, for any number of rows.

@@ -73,7 +73,7 @@ def move_tokens(
     known: GraphValues, xs: Sequence[Any], dim: int, how: str, *args: Any, **kwargs: Any
 ) -> NewCall:
     """Return the call that moves the tokens of some values along a dimension."""
-    return NewCall(cp_move_tokens, ([*xs], known.on, dim, how, *args), kwargs)
+    return NewCall(cp_move_tokens, ([*xs], known.cp_axis, dim, how, *args), kwargs)
 
 
 def _item(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
@@ -120,7 +120,7 @@ def _slice(known: GraphValues, x: fx.Node, dim: int, item: slice) -> NewCall | N
     if are_few(count, known.ctx.ranks):
         if _is_picked_often(x):
             return None
-        return NewCall(cp_pick_tokens, (x, known.on, dim, _along(x, dim, item)))
+        return NewCall(cp_pick_tokens, (x, known.cp_axis, dim, _along(x, dim, item)))
     return move_tokens(known, [x], dim, "slice", item.start, item.stop, item.step)
 
 
@@ -138,7 +138,7 @@ def _picked(
     size, whole = (math.prod(expected_shape(v)) for v in (fake_value(node), value))
     if isinstance(fake_value(items[dim]), Tensor) and 2 * size > whole:
         return None  # nearly all of the sequence
-    return Replace(NewCall(cp_pick_tokens, (x, known.on, dim, items)))
+    return Replace(NewCall(cp_pick_tokens, (x, known.cp_axis, dim, items)))
 
 
 def _others(known: GraphValues, value: DTensor) -> list[Any]:
@@ -216,7 +216,7 @@ def _gather(
     picked = (expected_shape(fake_value(index)) or (1,))[dim]  # (): one of a vector
     if is_split(known, index) or 2 * picked > expected_shape(value)[dim]:
         return None
-    return Replace(NewCall(cp_gather_at, (x, known.on, dim, index)))
+    return Replace(NewCall(cp_gather_at, (x, known.cp_axis, dim, index)))
 
 
 def _roll(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision | None:
@@ -417,7 +417,7 @@ def _split(known: GraphValues, node: fx.Node, given: dict[str, Any]) -> Decision
     few = [size for size in sizes if are_few(size, known.ctx.ranks)]
     if any(map(is_symbol, sizes)) or len(few) > _MOST_PICKS:
         return None
-    return Propagate(NewCall(cp_split_tokens, (x, known.on, dim, sizes)))
+    return Propagate(NewCall(cp_split_tokens, (x, known.cp_axis, dim, sizes)))
 
 
 RULES: dict[str, Callable[[GraphValues, fx.Node, dict[str, Any]], Decision | None]] = {

@@ -104,7 +104,7 @@ def windows_flattened(known: GraphValues, node: fx.Node) -> Propagate | None:
         return None
     if max(group) < dim:
         return None  # tokens behind samples, which losses read as they are
-    exchanged = NewCall(cp_exchange, (source, known.on, dim, others[0]))
+    exchanged = NewCall(cp_exchange, (source, known.cp_axis, dim, others[0]))
     return Propagate(NewCall(torch.reshape, (exchanged, after)))
 
 

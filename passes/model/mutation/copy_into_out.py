@@ -23,7 +23,7 @@ from torch import Tensor
 from cpcompile.torch_private.operators import OpOverload, OpOverloadPacket
 
 from ...graph.calls import spelled
-from ...graph.held import Method
+from ...graph.constant_arguments import Method
 from ...graph.nodes import fake_value, insert_call
 
 Value = Callable[[fx.Graph, Callable[..., Any], Any, dict[str, Any]], Any]

@@ -29,9 +29,9 @@ from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_from_local
 
 
-def is_kept(graph_values: GraphValues, base: fx.Node) -> bool:
+def is_kept(known: GraphValues, base: fx.Node) -> bool:
     """Tell whether a value lies in an input that the caller keeps."""
-    return _caller_input(graph_values, base) is not None
+    return _caller_input(known, base) is not None
 
 
 def _caller_input(known: GraphValues, base: fx.Node) -> fx.Node | None:
@@ -43,17 +43,17 @@ def _caller_input(known: GraphValues, base: fx.Node) -> fx.Node | None:
     return None
 
 
-def kept_write(graph_values: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
+def kept_write(known: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
     """Decide on an in-place call on an input that the caller keeps.
 
     Raises: RewriteError for writes that are not of whole rows along the sharded
     dimension, for rows that need a gradient, and if another view is written, or read
     later.
     """
-    value = graph_values.value(base)
+    value = known.value(base)
     written_rows, name = (
-        _rows_written(graph_values, node),
-        _caller_input(graph_values, base),
+        _rows_written(known, node),
+        _caller_input(known, base),
     )
     if written_rows is None or value.placements.count(Shard(written_rows[0])) != 1:
         raise RewriteError(
@@ -62,13 +62,13 @@ def kept_write(graph_values: GraphValues, node: fx.Node, base: fx.Node) -> Plain
             "along a sharded dimension: index_copy_(dim, positions, rows), or an "
             "assignment with one index, a slice or a tensor of positions"
         )
-    _refuse_views(graph_values, node, base)
+    _refuse_views(known, node, base)
     dim, index, rows = written_rows
-    row_values = graph_values.value(rows)
+    row_values = known.value(rows)
     if (
         isinstance(row_values, Tensor)
         and row_values.requires_grad
-        and graph_values.ctx.backward
+        and known.ctx.backward
     ):
         raise RewriteError(
             f"{node.name} at {where(node)} writes rows that need a gradient into "
@@ -78,7 +78,7 @@ def kept_write(graph_values: GraphValues, node: fx.Node, base: fx.Node) -> Plain
     return Plain(NewCall(cp_write_rows, (base, rows, dim, index)))
 
 
-def _refuse_views(graph_values: GraphValues, node: fx.Node, base: fx.Node) -> None:
+def _refuse_views(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
     """Raise RewriteError if another view of the memory is written, or read later.
 
     A view across the parts is a copy of what was there when it was made.
@@ -88,7 +88,7 @@ def _refuse_views(graph_values: GraphValues, node: fx.Node, base: fx.Node) -> No
     views = [
         x
         for x in order
-        if graph_values.storages.get(x) == graph_values.storages.get(base)
+        if known.storages.get(x) == known.storages.get(base)
         and order[x] < order[node]
         and x.op not in wholes
         and x.target not in wholes
@@ -97,7 +97,7 @@ def _refuse_views(graph_values: GraphValues, node: fx.Node, base: fx.Node) -> No
     if views:
         raise RewriteError(
             f"{node.name} at {where(node)} writes into "
-            f"{_caller_input(graph_values, base)}, a DTensor that the caller keeps, "
+            f"{_caller_input(known, base)}, a DTensor that the caller keeps, "
             f"and {views[0].name}, a part of it, is written or read later; "
             "needed a write to the whole, and views that are made after it"
         )
@@ -146,13 +146,11 @@ def _local_rows(whole: DTensor, rows: Any, dim: int, n: int) -> Tensor:
     return local
 
 
-def _rows_written(
-    graph_values: GraphValues, node: fx.Node
-) -> tuple[int, Any, Any] | None:
+def _rows_written(known: GraphValues, node: fx.Node) -> tuple[int, Any, Any] | None:
     """Return (dim, index, rows) of a write of whole rows along one dim, or None."""
     call = canonical_call(node)
     arguments = call.arguments
-    base = graph_values.value(node.args[0])
+    base = known.value(node.args[0])
     if call.name == "index_copy_":
         return arguments["dim"] % base.ndim, arguments["index"], arguments["source"]
     if call.name != "setitem" or not isinstance(arguments["value"], fx.Node):
@@ -169,7 +167,7 @@ def _rows_written(
     (dim,) = partial
     item = items[dim]
     if isinstance(item, fx.Node):
-        value = graph_values.value(item)
+        value = known.value(item)
         positions = isinstance(value, Tensor) and value.ndim == 1
         if not positions or value.dtype == torch.bool:
             return None

@@ -24,14 +24,14 @@ from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 
 from ...flow.trial import Trial
 from ...graph.calls import function_of
-from ...graph.held import Callee, Held
+from ...graph.constant_arguments import Callee, ConstantArgument
 from ...graph.new_call import NewCall
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_replicate
 
 
 @dataclass(frozen=True, repr=False)
-class ViewStep(Held):
+class ViewStep(ConstantArgument):
     """A call of a view: what it calls, arguments after its source, and keywords."""
 
     callee: Callee
@@ -74,10 +74,10 @@ def written(whole: Tensor, part: Any, steps: Sequence[ViewStep]) -> Tensor:
 
 
 def local_write(
-    graph_values: GraphValues, whole: fx.Node, part: Any, steps: Sequence[ViewStep]
+    known: GraphValues, whole: fx.Node, part: Any, steps: Sequence[ViewStep]
 ) -> NewCall | None:
     """Return a call that writes on each rank by itself; None if ranks cannot."""
-    value, part_value = graph_values.value(whole), graph_values.value(part)
+    value, part_value = known.value(whole), known.value(part)
     if not isinstance(value, DTensor) or any(p.is_partial() for p in value.placements):
         return None
     if not any(p.is_shard() for p in value.placements) or _reads_nodes(steps):
@@ -89,7 +89,7 @@ def local_write(
         return viewed(x, steps)
 
     # Asked as if no size were a symbol: what fails then is gathered, not compiled anew.
-    view_value, problem = Trial(graph_values.trial.fake_mode).run(view, (value,), {})
+    view_value, problem = Trial(known.trial.fake_mode).run(view, (value,), {})
     if problem is not None or not isinstance(view_value, DTensor):
         return None
     sharded_axes = [p.is_shard() for p in view_value.placements]
@@ -102,7 +102,7 @@ def local_write(
     if local.shape != view_value.to_local().shape:
         return None
     if isinstance(part_value, Tensor) and not isinstance(part_value, DTensor):
-        part = NewCall(cp_replicate, (part, graph_values.on))
+        part = NewCall(cp_replicate, (part, known.cp_axis))
     return NewCall(cp_local_write, (whole, part, view_value.placements, *steps))
 
 

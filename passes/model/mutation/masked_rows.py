@@ -25,7 +25,7 @@ from ...graph.new_call import NewCall
 from ...graph.nodes import fake_value
 from ...placement.decisions import Propagate
 from ...placement.graph_values import GraphValues
-from ...placement.placement_calls import cp_place, cp_replicate, cp_whole_keys
+from ...placement.placement_calls import cp_gather_keys, cp_place, cp_replicate
 
 
 def write_rows(
@@ -103,14 +103,14 @@ def _rows(value: Tensor, numbers: Tensor, row_ndim: int) -> Tensor:
     return result.movedim(list(range(numbers.ndim)), targets)
 
 
-def placed_rows(graph_values: GraphValues, node: fx.Node, base: Any) -> Propagate:
+def placed_rows(known: GraphValues, node: fx.Node, base: Any) -> Propagate:
     """Decide on a masked write to `base`: its operands are placed as `base` needs."""
     arguments: tuple[Any, ...] = node.args[1:]
-    return rows_written(graph_values, base, *arguments)
+    return rows_written(known, base, *arguments)
 
 
 def rows_written(
-    graph_values: GraphValues,
+    known: GraphValues,
     base: fx.Node,
     mask: fx.Node | NewCall,
     numbers: fx.Node | NewCall | None,
@@ -124,32 +124,32 @@ def rows_written(
     Every rank writes what lies in its part. ndim: of the mask and of numbers, if these
     are calls that are yet to be written.
     """
-    axis, ranks = graph_values.ctx.axis, graph_values.ctx.mesh.ndim
-    before = graph_values.value(base)
+    axis, ranks = known.ctx.axis, known.ctx.mesh.ndim
+    before = known.value(base)
     placements: list[Placement] = [Replicate()] * ranks
     if isinstance(before, DTensor):
         placements = list(before.placements)
     whole: fx.Node | NewCall = base
-    tokens = graph_values.sequence_dims.get(base)
+    tokens = known.sequence_dims.get(base)
     if tokens is not None and placements[axis].is_replicate():
         placements[axis] = tokens.placement
-        whole = NewCall(cp_place, (base, graph_values.on, tuple(placements)))
+        whole = NewCall(cp_place, (base, known.cp_axis, tuple(placements)))
     elif not isinstance(before, DTensor):
-        whole = NewCall(cp_replicate, (base, graph_values.on))
+        whole = NewCall(cp_replicate, (base, known.cp_axis))
 
     def cut(x: fx.Node | NewCall | None) -> Any:
-        if x is None or not _is_whole(graph_values.value(x)):
+        if x is None or not _is_whole(known.value(x)):
             return x
         own = fake_value(x).ndim if isinstance(x, fx.Node) else ndim
         moved = [_moved(p, dim, own) for p in placements]
-        return NewCall(cp_place, (x, graph_values.on, tuple(moved)))
+        return NewCall(cp_place, (x, known.cp_axis, tuple(moved)))
 
     if isinstance(value, fx.Node) and numbers is not None:
-        of_rows = graph_values.value(value)
+        of_rows = known.value(value)
         split = (
             isinstance(of_rows, DTensor) and not of_rows.placements[axis].is_replicate()
         )
-        value = NewCall(cp_whole_keys, (value, graph_values.on)) if split else value
+        value = NewCall(cp_gather_keys, (value, known.cp_axis)) if split else value
     args = (whole, cut(mask), cut(numbers), value, dim, accumulate)
     return Propagate(NewCall(write_rows, args))
 

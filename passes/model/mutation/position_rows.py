@@ -29,7 +29,7 @@ from ...graph.new_call import NewCall
 from ...graph.nodes import fake_value
 from ...placement.decisions import Propagate
 from ...placement.graph_values import GraphValues
-from ...placement.placement_calls import cp_replicate, cp_whole_keys
+from ...placement.placement_calls import cp_gather_keys, cp_replicate
 from ...placement.token_positions import cp_numbers_at, cp_summed_at, cp_written_at
 from ..moves.index_items import index_items
 from ..moves.move_rules import split_dim
@@ -122,7 +122,7 @@ def _rows(
     missing, own = len(wanted) - given.ndim, fake_value(value).shape
     if missing < 0:
         return None
-    rows = NewCall(cp_replicate, (value, known.on))
+    rows = NewCall(cp_replicate, (value, known.cp_axis))
     if isinstance(given, DTensor):
         others = [
             p for axis, p in enumerate(given.placements) if axis != known.ctx.axis
@@ -130,7 +130,7 @@ def _rows(
         of_block = range(first - missing, first + len(block) - missing)
         if any(p.is_partial() or getattr(p, "dim", -1) in of_block for p in others):
             return None
-        rows = NewCall(cp_whole_keys, (value, known.on))
+        rows = NewCall(cp_gather_keys, (value, known.cp_axis))
     if missing or not all(map(is_same, own, wanted)):
         if any(map(is_symbol, wanted)):
             return None

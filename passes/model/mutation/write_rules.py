@@ -17,9 +17,9 @@ from cpcompile.torch_private import pytree
 
 from ...flow.trial import WritesArguments
 from ...graph.calls import spelled
+from ...graph.constant_arguments import Callee
 from ...graph.context import InputKind
 from ...graph.effects import result_is_argument, written_by
-from ...graph.held import Callee
 from ...graph.new_call import NewCall, with_inputs
 from ...graph.nodes import where
 from ...graph.origins import origin
@@ -46,7 +46,7 @@ from .number_rows import masked_index
 from .position_rows import WRITES_AT, assigned_rows, rows_at
 
 
-def in_place(graph_values: GraphValues, node: fx.Node) -> Decision:
+def in_place(known: GraphValues, node: fx.Node) -> Decision:
     """Decide on an in-place call on a DTensor: it becomes functional, on a copy.
 
     DTensor refuses some of these calls and loses writes through a view of the sharded
@@ -69,55 +69,53 @@ def in_place(graph_values: GraphValues, node: fx.Node) -> Decision:
             "operator that writes into its first argument alone and returns nothing "
             "else, or one that returns new tensors: register it with mutates_args=()"
         )
-    if _is_memory_of_caller(graph_values, base):
-        return Plain(_on_gathered(graph_values, node))
-    if is_kept(graph_values, base):
-        return kept_write(graph_values, node, base)
-    if _is_whole_parameter(graph_values, base):
-        function = Callee(graph_values.callable(node))
+    if _is_memory_of_caller(known, base):
+        return Plain(_on_gathered(known, node))
+    if is_kept(known, base):
+        return kept_write(known, node, base)
+    if _is_whole_parameter(known, base):
+        function = Callee(known.callable(node))
         args = (base, function, *node.args[1:])
         return Replace(NewCall(cp_write_everywhere, args, node.kwargs))
-    _refuse_aliases(graph_values, node, base)
+    _refuse_aliases(known, node, base)
     if node.target is write_rows_:
-        return _or_fallback(
-            graph_values, node, base, placed_rows(graph_values, node, base)
-        )
-    function = Callee(graph_values.callable(node))
+        return _or_fallback(known, node, base, placed_rows(known, node, base))
+    function = Callee(known.callable(node))
     copied: fx.Node | NewCall = base
-    if not isinstance(graph_values.values[base], DTensor):
-        copied = NewCall(cp_replicate, (base, graph_values.on))
+    if not isinstance(known.values[base], DTensor):
+        copied = NewCall(cp_replicate, (base, known.cp_axis))
     call = NewCall(cp_functional, (copied, function, *node.args[1:]), node.kwargs)
     if spelled(node) != "setitem":
-        decision = rows_at(graph_values, node) if spelled(node) in WRITES_AT else None
-        return _or_fallback(graph_values, node, base, decision or Propagate(call))
+        decision = rows_at(known, node) if spelled(node) in WRITES_AT else None
+        return _or_fallback(known, node, base, decision or Propagate(call))
     _, index, part = node.args
     masked = masked_index(base, index)
     if masked is not None and masked.basic is None and not isinstance(part, fx.Node):
-        written = rows_written(graph_values, base, masked.mask, None, part, masked.dim)
-        return _or_fallback(graph_values, node, base, written)
+        written = rows_written(known, base, masked.mask, None, part, masked.dim)
+        return _or_fallback(known, node, base, written)
     local = local_write(
-        graph_values, base, part, [ViewStep(Callee(operator.getitem), (index,))]
+        known, base, part, [ViewStep(Callee(operator.getitem), (index,))]
     )
     if local is None:
-        local = _assigned(graph_values, base, part, index)
+        local = _assigned(known, base, part, index)
     if local is not None:
         return Write(base, Replace(local))
-    rows = assigned_rows(graph_values, base, index, part)
+    rows = assigned_rows(known, base, index, part)
     if rows is not None:
-        return _or_fallback(graph_values, node, base, rows)
+        return _or_fallback(known, node, base, rows)
     reason = "DTensor has no rule for assignment to a part of a tensor"
     return Write(base, FallBack(reason, call))
 
 
 def _or_fallback(
-    graph_values: GraphValues, node: fx.Node, base: fx.Node, decision: Propagate
+    known: GraphValues, node: fx.Node, base: fx.Node, decision: Propagate
 ) -> Write:
-    problem = graph_values.ctx.findings.fallback_calls.get(origin(node) or "")
+    problem = known.ctx.findings.fallback_calls.get(origin(node) or "")
     return Write(base, FallBack(problem, decision.call) if problem else decision)
 
 
 def write_part(
-    graph_values: GraphValues, node: fx.Node, steps: Sequence[ViewStep]
+    known: GraphValues, node: fx.Node, steps: Sequence[ViewStep]
 ) -> Decision:
     """Decide on a call that puts a part into a tensor where views lead.
 
@@ -125,13 +123,13 @@ def write_part(
     """
     whole, part, *_ = node.args
     assert isinstance(whole, fx.Node)
-    local = local_write(graph_values, whole, part, steps)
+    local = local_write(known, whole, part, steps)
     if (
         local is None
         and len(steps) == 1
         and steps[0].callee.function is operator.getitem
     ):
-        local = _assigned(graph_values, whole, part, *steps[0].args)
+        local = _assigned(known, whole, part, *steps[0].args)
     if local is None:
         return Write(whole, FallBack("DTensor loses writes through a view"))
     return Write(whole, Replace(local))
@@ -159,50 +157,48 @@ def _is_first(node: fx.Node, base: fx.Node) -> bool:
     return written_by(node) == [base] and (not node.users or result_is_argument(node))
 
 
-def _is_memory_of_caller(graph_values: GraphValues, base: fx.Node) -> bool:
+def _is_memory_of_caller(known: GraphValues, base: fx.Node) -> bool:
     """Tell whether a plain tensor lies in an argument of the graph.
 
     It may be a cache, for example, that is a buffer.
     """
-    if isinstance(graph_values.values[base], DTensor):
+    if isinstance(known.values[base], DTensor):
         return False
-    memory = graph_values.storages.get(base)
+    memory = known.storages.get(base)
     inputs = base.graph.find_nodes(op="placeholder")
-    return memory is not None and memory in {
-        graph_values.storages.get(x) for x in inputs
-    }
+    return memory is not None and memory in {known.storages.get(x) for x in inputs}
 
 
-def _is_whole_parameter(graph_values: GraphValues, base: fx.Node) -> bool:
+def _is_whole_parameter(known: GraphValues, base: fx.Node) -> bool:
     """Tell whether a DTensor lies in a plain parameter, of which all ranks have all."""
-    value = graph_values.values[base]
-    if graph_values.is_joint(value) or not isinstance(value, DTensor):
+    value = known.values[base]
+    if known.is_joint(value) or not isinstance(value, DTensor):
         return False
-    memory = graph_values.storages.get(base)
-    inputs = graph_values.ctx.inputs.items()
+    memory = known.storages.get(base)
+    inputs = known.ctx.inputs.items()
     return all(p.is_replicate() for p in value.placements) and memory in {
-        graph_values.storages.get(x)
+        known.storages.get(x)
         for x, graph_input in inputs
         if graph_input.kind is InputKind.PARAMETER
     } - {None}
 
 
-def _on_gathered(graph_values: GraphValues, node: fx.Node) -> NewCall:
+def _on_gathered(known: GraphValues, node: fx.Node) -> NewCall:
     """Make the call on gathered tensors: every rank writes all, as one device would."""
 
     def gathered(x: fx.Node) -> fx.Node | NewCall:
-        distributed = isinstance(graph_values.values[x], DTensor)
+        distributed = isinstance(known.values[x], DTensor)
         return NewCall(cp_gather, (x,)) if distributed else x
 
     return with_inputs(node, gathered)
 
 
-def _refuse_aliases(graph_values: GraphValues, node: fx.Node, base: fx.Node) -> None:
+def _refuse_aliases(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
     """Raise RewriteError if the written memory is read through another name later."""
-    written = graph_values.storages.get(base)
+    written = known.storages.get(base)
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     for other in node.graph.nodes:
-        same = written is not None and graph_values.storages.get(other) == written
+        same = written is not None and known.storages.get(other) == written
         if other is node or not same or order[other] > order[node]:
             continue
         if other.op in ("placeholder", "get_attr"):
@@ -223,9 +219,9 @@ def _refuse_aliases(graph_values: GraphValues, node: fx.Node, base: fx.Node) -> 
             )
 
 
-def refuse_lost_writes(graph_values: GraphValues, node: fx.Node, problem: str) -> None:
+def refuse_lost_writes(known: GraphValues, node: fx.Node, problem: str) -> None:
     """Raise RewriteError for a call that would write to a gathered copy."""
-    leaves = pytree.tree_leaves(graph_values.value((node.args, node.kwargs)))
+    leaves = pytree.tree_leaves(known.value((node.args, node.kwargs)))
     written = problem.leaves if isinstance(problem, WritesArguments) else ()
     if any(isinstance(leaves[number], DTensor) for number in written):
         raise RewriteError(

@@ -30,7 +30,7 @@ from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import all_nodes, fake_value, insert_call
 from ...graph.transforms import inside_transforms
-from ..attention.find_attention import attention_operands, left_alone
+from ..attention.find_attention import already_local, attention_operands
 
 Shape = tuple[int, ...]
 
@@ -53,7 +53,7 @@ def align_operands(graph: fx.Graph, ctx: Context) -> int:
     """
     transformed = inside_transforms(graph)  # where dimensions have another meaning
     calls = [x for x in all_nodes(graph) if is_attention(x) and x not in transformed]
-    forms = {node: _common_sizes(node) for node in calls if left_alone(node) is None}
+    forms = {node: _common_sizes(node) for node in calls if already_local(node) is None}
     unaligned = [(n, f) for n, f in forms.items() if f is not None and not _has(n, f)]
     for node, form in unaligned:
         _align(node, form)

@@ -71,7 +71,7 @@ def fold_kv_repeat(graph: fx.Graph, ctx: Context) -> int:
 
 
 def _fold(call: AttentionCall) -> AttentionCall:
-    if call.obstacle is not None or call.left_alone is not None:
+    if call.unsupported is not None or call.already_local is not None:
         return call
     repeats = [_repeat(x, call.node) for x in (call.k, call.v)]
     k, v = repeats

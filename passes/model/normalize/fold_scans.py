@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ...graph.constant_arguments import GraphArgument
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
-from ...graph.held import HeldGraph
 from ...graph.nodes import all_graphs, attribute_value, fake_value, insert_call
 from ...placement.scan_calls import ASSOCIATIVE_SCAN, SCAN, cp_scan
 
@@ -52,7 +52,7 @@ def _fold(node: fx.Node) -> None:
     carries = operands.pop(0) if kind == SCAN else []
     slices, others = operands
     args = (
-        HeldGraph(attribute_value(step)),
+        GraphArgument(attribute_value(step)),
         kind,
         len(carries),
         len(slices),

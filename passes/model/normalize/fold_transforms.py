@@ -31,9 +31,9 @@ from cpcompile.torch_private.functorch import (
     pop_dynamic_layer_stack_and_undo_to_depth,
 )
 
+from ...graph.constant_arguments import GraphArgument
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
-from ...graph.held import HeldGraph
 from ...graph.nodes import all_graphs, fake_value, insert_call, where
 from ...graph.transforms import transforms
 
@@ -63,7 +63,7 @@ def fold_transforms(graph: fx.Graph, ctx: Context) -> int:
         calls = [call for call in ctx.findings.calls if call.node in region]
         reason = None
         if calls:
-            reason = f"attention at {where(calls[0].node)}: {calls[0].obstacle}"
+            reason = f"attention at {where(calls[0].node)}: {calls[0].unsupported}"
         if reason is not None and ctx.strict:
             raise RewriteError(reason)
         folded = _fold(region)
@@ -96,7 +96,7 @@ def _fold(region: list[fx.Node]) -> fx.Node:
     body.output(tuple(copies[node] for node in outputs))
     owner = graph.owning_module
     assert owner is not None, "Dynamo's graphs belong to a module"
-    held = HeldGraph(fx.GraphModule(owner, body))
+    held = GraphArgument(fx.GraphModule(owner, body))
     written = (node for node in region if _is_written_by_user(node))
     with graph.inserting_after(last):
         values, like = tuple(fake_value(node) for node in outputs), next(written, last)
@@ -120,7 +120,7 @@ def _is_written_by_user(node: fx.Node) -> bool:
     return "File" in line and "/torch/" not in line
 
 
-def cp_transform(body: HeldGraph, *args: Any) -> Any:
+def cp_transform(body: GraphArgument, *args: Any) -> Any:
     """Run the calls of a region of transforms."""
     depth = get_dynamic_layer_stack_depth()
     try:

@@ -79,16 +79,16 @@ def pad_convolutions(graph: fx.Graph, ctx: Context) -> int:
     return count
 
 
-def convolution(graph_values: GraphValues, node: fx.Node) -> Decision | None:
+def convolution(known: GraphValues, node: fx.Node) -> Decision | None:
     """Decide on a convolution whose tokens, or groups of channels, are sharded.
 
     None if they are not, or if it does not give as many tokens as it takes.
     """
     call = padded_call(node)
-    value = graph_values.value(canonical_call(node).arguments["input"])
+    value = known.value(canonical_call(node).arguments["input"])
     if call is None or not isinstance(value, DTensor):
         return None
-    placement = value.placements[graph_values.ctx.axis]
+    placement = value.placements[known.ctx.axis]
     first = value.ndim - len(call.args[3])
     if type(placement) is not Shard:
         return None

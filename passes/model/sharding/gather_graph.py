@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
 
+from ...graph.constant_arguments import MeshAxis
 from ...graph.context import Context, InputKind, OutputPlacement
 from ...graph.graph_pass import graph_pass
-from ...graph.held import MeshAxis
 from ...graph.nodes import concrete_layout, fake_value, insert_call
 from ...placement.placement_calls import cp_from_local, cp_gather, cp_gather_tokens
 
@@ -35,7 +35,7 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     Raises: RewriteError for an input that is a chunk of the tokens, of which tensor
         parallelism has another on each rank.
     """
-    on = MeshAxis(ctx.mesh, ctx.axis)
+    cp_axis = MeshAxis(ctx.mesh, ctx.axis)
     for node, graph_input in ctx.inputs.items():
         if graph_input.kind is InputKind.OTHER_AXES and graph_input.placements:
             raise RewriteError(
@@ -52,14 +52,14 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
         value = fake_value(node)
         full = value.full_tensor()
         last = graph.find_nodes(op="placeholder")[-1]
-        args = (node, on, graph_input.placements, *concrete_layout(value))
+        args = (node, cp_axis, graph_input.placements, *concrete_layout(value))
         with graph.inserting_after(last):
             wrapped = insert_call(graph, cp_from_local, args, like=node, value=value)
         with graph.inserting_after(wrapped):
             plain = insert_call(graph, cp_gather, (wrapped,), like=node, value=full)
             if graph_input.layout is not Layout.CONTIGUOUS:
                 plain.target = cp_gather_tokens
-                how: Any = (on, graph_input.tokens, graph_input.layout.value)
+                how: Any = (cp_axis, graph_input.tokens, graph_input.layout.value)
                 plain.args = (wrapped, *how)
         for user in list(node.users):
             if user is not wrapped:

@@ -91,19 +91,23 @@ def _entering(
         return None
     if is_traceable_wrapper_subclass(value) and not graph_input.is_dtensor:
         is_share = graph_input.gradient is GradSync.NONE  # wrapped where it is read
-        return NewCall(cp_share_of_gradient, (node, writer.on)) if is_share else None
+        return (
+            NewCall(cp_share_of_gradient, (node, writer.cp_axis)) if is_share else None
+        )
     if graph_input.kind is InputKind.KEPT:
         return NewCall(
-            cp_from_local, (node, writer.on, graph_input.placements, *_layout(value))
+            cp_from_local,
+            (node, writer.cp_axis, graph_input.placements, *_layout(value)),
         )
     if graph_input.kind is InputKind.FULL:
-        return NewCall(cp_shard, (node, writer.on, graph_input.dim))
+        return NewCall(cp_shard, (node, writer.cp_axis, graph_input.dim))
     if (
         graph_input.kind is InputKind.DTENSOR
         and graph_input.gradient is GradSync.REDUCE
     ):
         return NewCall(
-            cp_from_local, (node, writer.on, graph_input.placements, *_layout(value))
+            cp_from_local,
+            (node, writer.cp_axis, graph_input.placements, *_layout(value)),
         )
     return replicated(writer, node, graph_input)
 
@@ -126,10 +130,10 @@ def enter_gathered(writer: GraphWriter, node: fx.Node, source: str) -> None:
 def replicated(writer: GraphWriter, x: fx.Node, graph_input: GraphInput) -> NewCall:
     """Make a value of an input Replicate, with the gradient that the input gets."""
     if graph_input.gradient is GradSync.AVERAGE:
-        return NewCall(cp_unreduced, (x, writer.on, writer.on.mesh.size()))
+        return NewCall(cp_unreduced, (x, writer.cp_axis, writer.cp_axis.mesh.size()))
     if graph_input.gradient is GradSync.NONE:
-        return NewCall(cp_unreduced, (x, writer.on))
-    return NewCall(cp_replicate, (x, writer.on))
+        return NewCall(cp_unreduced, (x, writer.cp_axis))
+    return NewCall(cp_replicate, (x, writer.cp_axis))
 
 
 def _from_other_axes(
@@ -142,7 +146,7 @@ def _from_other_axes(
     if graph_input.placements:
         return _from_chunks(writer, node, value)
     joint = writer.joint_with(value.device_mesh)
-    factors = {GradSync.AVERAGE: writer.on.mesh.size(), GradSync.NONE: 1}
+    factors = {GradSync.AVERAGE: writer.cp_axis.mesh.size(), GradSync.NONE: 1}
     shape, stride = tuple(value.shape), tuple(value.stride())
     factor = factors.get(graph_input.gradient, 0)
     return NewCall(
@@ -189,7 +193,9 @@ def leave_outputs(
                 if writer.ctx.keeps_layout:
                     results.append(_leave_chunks(writer, result, value))
                     continue
-                result = writer.call(cp_tp_regular, (result, writer.on), like=result)
+                result = writer.call(
+                    cp_tp_regular, (result, writer.cp_axis), like=result
+                )
                 value = writer.value(result)
             if not isinstance(value, DTensor):
                 results.append(result)

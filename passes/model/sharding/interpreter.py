@@ -21,10 +21,10 @@ from cpcompile.torch_private.fake_tensors import FakeTensorMode
 from ...flow.misread_rules import must_not_wait
 from ...flow.reasons import in_words
 from ...flow.trial import DRAWS_NUMBERS, wrong_shape
+from ...graph.constant_arguments import Callee, called_name
 from ...graph.context import Context
 from ...graph.cp_attention import is_cp_attention
 from ...graph.effects import is_in_place, view_of
-from ...graph.held import Callee, called_name
 from ...graph.memory_order import memory_order
 from ...graph.mixer_calls import is_mixer
 from ...graph.new_call import NewCall, RegionCall
@@ -45,15 +45,15 @@ from ...graph.sequence_tokens import (
     placed_sequence_dim,
 )
 from ...placement.decisions import (
-    Again,
+    Alias,
     Decision,
     FallBack,
     Fold,
-    OnChunks,
     Plain,
     Propagate,
     Replace,
-    StandFor,
+    RewriteCall,
+    RunOnTokenChunks,
     Write,
 )
 from ...placement.edge_gradients import as_if_written
@@ -63,9 +63,9 @@ from ...placement.joint_calls import cp_tp_replicated
 from ...placement.placement_calls import (
     cp_pin,
     cp_place,
+    cp_reduce_partial,
     cp_replicated,
     cp_replicated_in_order,
-    cp_whole,
 )
 from ..attention.find_attention import unplanned_calls
 from ..moe.region_call import write_region_call
@@ -181,16 +181,16 @@ class ShardingInterpreter(GraphWriter):
                 if call is not None and is_in_place(node):
                     self.forget_wrapped(call.args[0])
                 return node
-            case Again(changed):
+            case RewriteCall(changed):
                 self.change(node, changed)
                 return self.apply(node, decide(self, node, True))
-            case OnChunks(changed):
+            case RunOnTokenChunks(changed):
                 self.change(node, changed)
                 args, kwargs = self.value((node.args, node.kwargs))
                 value, _ = self.trial.run(self.callable(node), args, kwargs)
                 node.meta["example_value"] = self.values[node] = value
                 return node
-            case StandFor(other):
+            case Alias(other):
                 self.replace(node, other)
                 return other
             case Propagate():
@@ -223,7 +223,7 @@ class ShardingInterpreter(GraphWriter):
         except RewriteError as refusal:  # of the class of a parameter
             return self._fall_back(node, str(refusal))
         for argument in inputs_to_combine(self, node):
-            whole = self.written(NewCall(cp_whole, (argument,)), node)
+            whole = self.written(NewCall(cp_reduce_partial, (argument,)), node)
             node.replace_input_with(argument, whole)
         for argument in inputs_to_pin(self, node):
             pinned = self.written(NewCall(cp_pin, (argument,)), node)
@@ -244,7 +244,7 @@ class ShardingInterpreter(GraphWriter):
         node.meta["example_value"] = self.values[node] = result
         again = self._shard_again(node)
         if must_not_wait(result):
-            pin = cp_whole
+            pin = cp_reduce_partial
         elif pin is not None and not isinstance(result, DTensor):
             self.pins_of_parts[node] = pin
             pin = None
@@ -273,7 +273,7 @@ class ShardingInterpreter(GraphWriter):
         )
         warn_of_gathered_call(self.ctx, node, (args, kwargs), text)
         whole: Any = cp_replicated
-        held: tuple[Any, ...] = (Callee(call), self.on)
+        held: tuple[Any, ...] = (Callee(call), self.cp_axis)
         if self.joint_of(node) is not None:
             whole, held = cp_tp_replicated, (Callee(call),)
             self.wrap_inputs(node)

@@ -11,12 +11,12 @@ from cpcompile.errors import RewriteError
 from ...graph.calls import canonical_call
 from ...graph.new_call import NewCall, with_inputs
 from ...graph.nodes import where
-from ...placement.decisions import Again, Decision, FallBack, Propagate
+from ...placement.decisions import Decision, FallBack, Propagate, RewriteCall
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_renorm, cp_shard, cp_take
 
 
-def embedding(graph_values: GraphValues, node: fx.Node) -> Decision | None:
+def embedding(known: GraphValues, node: fx.Node) -> Decision | None:
     """Shard the ids of an embedding, so that looked-up vectors are sharded.
 
     Token and position ids are plain up to here.
@@ -25,7 +25,7 @@ def embedding(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     """
     arguments = canonical_call(node).arguments
     ids, weight = arguments["input"], arguments["weight"]
-    trained = graph_values.ctx.backward and graph_values.value(weight).requires_grad
+    trained = known.ctx.backward and known.value(weight).requires_grad
     if arguments["sparse"] and trained:
         raise RewriteError(
             f"embedding at {where(node)} has sparse=True, and ranks cannot add up "
@@ -36,17 +36,17 @@ def embedding(graph_values: GraphValues, node: fx.Node) -> Decision | None:
         norms = (ids, arguments["max_norm"], arguments["norm_type"])
         written = NewCall(cp_renorm, (weight, *norms))
         rest = (arguments["padding_idx"], None, 2.0, arguments["scale_grad_by_freq"])
-        return Again(NewCall(F.embedding, (ids, written, *rest)))
+        return RewriteCall(NewCall(F.embedding, (ids, written, *rest)))
     if arguments["scale_grad_by_freq"] and trained:
         return FallBack("its gradient is divided by how often a word is in all tokens")
-    sharded: fx.Node | NewCall | None = graph_values.sharded_ids.get(ids)
-    dim = graph_values.sequence_dims.get(ids)
-    if isinstance(graph_values.value(ids), DTensor):
+    sharded: fx.Node | NewCall | None = known.sharded_ids.get(ids)
+    dim = known.sequence_dims.get(ids)
+    if isinstance(known.value(ids), DTensor):
         return None
     if sharded is None:
         if dim is None or dim.outer > 1:
             return None  # DTensor looks up a whole batch of flattened ids at once
-        sharded = NewCall(cp_shard, (ids, graph_values.on, dim.dim))
+        sharded = NewCall(cp_shard, (ids, known.cp_axis, dim.dim))
     return Propagate(with_inputs(node, lambda x: sharded if x is ids else x))
 
 

@@ -33,33 +33,29 @@ from ...placement.placement_calls import cp_pin, cp_unreduced, cp_unsplit
 from ..normalize.pad_convolutions import CONVOLUTIONS
 
 
-def inputs_to_pin(graph_values: GraphValues, node: fx.Node) -> list[fx.Node]:
+def inputs_to_pin(known: GraphValues, node: fx.Node) -> list[fx.Node]:
     """Return the inputs of a call that need cp_pin.
 
     See Note [Gradients of uneven shards].
     """
     inputs = node.all_input_nodes
     if canonical_call(node).name == "sum":
-        return [x for x in inputs if _is_summed(graph_values, node, x)]
-    uneven = any(_is_uneven(graph_values.values[x]) for x in inputs)
+        return [x for x in inputs if _is_summed(known, node, x)]
+    uneven = any(_is_uneven(known.values[x]) for x in inputs)
     if not is_cp_attention(node) and not uneven:
         return []
-    return [
-        x
-        for x in inputs
-        if x not in graph_values.of_parameters and _is_whole(graph_values, x)
-    ]
+    return [x for x in inputs if x not in known.of_parameters and _is_whole(known, x)]
 
 
-def inputs_to_combine(graph_values: GraphValues, node: fx.Node) -> list[fx.Node]:
-    """Return the inputs of a call that need cp_whole: sums that must not wait.
+def inputs_to_combine(known: GraphValues, node: fx.Node) -> list[fx.Node]:
+    """Return the inputs of a call that need cp_reduce_partial: sums that must not wait.
 
     DTensor's rule of convolutions (torch 2.13) takes a rank's summand for the sum, and
     every rank adds the bias.
     """
     if spelled(node) not in _CONVOLUTIONS:
         return []
-    values = [(x, graph_values.values.get(x)) for x in node.all_input_nodes]
+    values = [(x, known.values.get(x)) for x in node.all_input_nodes]
     return [
         x
         for x, value in values
@@ -77,7 +73,7 @@ _CONVOLUTIONS = frozenset(
 
 
 def pin_for(
-    graph_values: GraphValues,
+    known: GraphValues,
     node: fx.Node,
     problem: str | None,
     of_parts: Mapping[fx.Node, Any],
@@ -98,12 +94,12 @@ def pin_for(
     return None
 
 
-def _is_whole(graph_values: GraphValues, argument: fx.Node) -> bool:
+def _is_whole(known: GraphValues, argument: fx.Node) -> bool:
     """Tell whether an argument is replicated and has a gradient.
 
     One whose gradient is to stay a sum over the ranks is not.
     """
-    value = graph_values.values[argument]
+    value = known.values[argument]
     if argument.target is cp_unreduced:
         return False
     if not isinstance(value, DTensor) or not value.requires_grad:

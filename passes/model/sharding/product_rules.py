@@ -96,7 +96,7 @@ def linear_of_parts(known: GraphValues, node: fx.Node) -> Replace | None:
                 return None
             operands.append(y)
         else:  # one that requires no gradient
-            operands.append(y and NewCall(cp_replicate, (y, known.on)))
+            operands.append(y and NewCall(cp_replicate, (y, known.cp_axis)))
     if not isinstance(value, DTensor):
         return None
     split = [p for p in value.placements if not p.is_replicate()]

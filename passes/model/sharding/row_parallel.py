@@ -30,18 +30,18 @@ from ..moe.token_program import RowProgram, cp_row_parallel
 
 
 def row_parallel(
-    graph_values: GraphValues, node: fx.Node, result: Any
+    known: GraphValues, node: fx.Node, result: Any
 ) -> tuple[NewCall, Any] | None:
     """Make a call on the rows of each rank, with its result; None if impossible.
 
     result: what DTensor makes of the call, None if nothing. A call whose result is
         split is left as it is.
     """
-    values = {x: graph_values.values[x] for x in tensors_read(node)}
+    values = {x: known.values[x] for x in tensors_read(node)}
     dtensors = {x: value for x, value in values.items() if isinstance(value, DTensor)}
-    if graph_values.joint_of(node) is not None:
+    if known.joint_of(node) is not None:
         return None
-    cut = {x for x, value in dtensors.items() if _is_cut(value, graph_values.ctx.axis)}
+    cut = {x for x, value in dtensors.items() if _is_cut(value, known.ctx.axis)}
     results = pytree.tree_leaves(fake_value(node))
     if not cut or len(dtensors) != len(values) or _is_split(result):
         return None
@@ -54,17 +54,17 @@ def row_parallel(
         not is_same(n, tokens) for n in (*other_sizes, *(x.shape[0] for x in results))
     ):
         return None  # asked for all ranks alike: nothing is wrong with an empty part
-    if not keeps_rows(graph_values.flows, node, cut, expected(tokens)):
+    if not keeps_rows(known.flows, node, cut, expected(tokens)):
         return None
     has_rows = {x: x in cut for x in dtensors}
-    name = getattr(graph_values.callable(node), "__name__", "call")
+    name = getattr(known.callable(node), "__name__", "call")
     try:
         module = one_call(node, has_rows)
     except NotByRows:
         return None
     of_rows = (True,) * len(results)
     program = RowProgram(module, name, tuple(has_rows.values()), of_rows)
-    fake_result, problem = graph_values.trial.run(
+    fake_result, problem = known.trial.run(
         cp_row_parallel, (program, *values.values()), {}
     )
     call = NewCall(cp_row_parallel, (program, *dtensors))

@@ -267,7 +267,7 @@ def _region_arguments(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
                         yield placeholder, argument
 
 
-def lost_dim(graph_values: GraphValues, node: fx.Node) -> TokenDim | None:
+def lost_dim(known: GraphValues, node: fx.Node) -> TokenDim | None:
     """Return the dimension along which to split a value that every rank holds, or None.
 
     DTensor gathers the patches of cat([class_token, patches], 1), though each rank
@@ -277,38 +277,36 @@ def lost_dim(graph_values: GraphValues, node: fx.Node) -> TokenDim | None:
     What leads to attention is split along its tokens. So is the result of a call that
     moves tokens, such as a slice after the last attention.
     """
-    value = graph_values.values[node]
+    value = known.values[node]
     ours = value.placements if isinstance(value, DTensor) else ()
-    if graph_values.is_joint(value):
+    if known.is_joint(value):
         ours = ours[:1]
     if (
-        node in graph_values.of_parameters
+        node in known.of_parameters
         or not isinstance(value, DTensor)
         or not value.is_floating_point()
         or any(p.is_partial() for p in value.placements)
         or not all(p.is_replicate() for p in ours)
     ):
         return None
-    dim = graph_values.sequence_dims.get(node) or _passed_on(graph_values, node, value)
+    dim = known.sequence_dims.get(node) or _passed_on(known, node, value)
     if dim is None:
         return None
     size = value.shape[dim.dim] // dim.outer
-    if is_symbol(size) and not is_divided(size, graph_values.ctx.ranks):
+    if is_symbol(size) and not is_divided(size, known.ctx.ranks):
         return None  # shards of symbolic sizes have to be equal
     return dim
 
 
-def _passed_on(
-    graph_values: GraphValues, node: fx.Node, value: DTensor
-) -> TokenDim | None:
+def _passed_on(known: GraphValues, node: fx.Node, value: DTensor) -> TokenDim | None:
     """Return the dimension to which a call moves tokens that are split on the axis."""
-    axis, ranks = graph_values.ctx.axis, graph_values.ctx.ranks
+    axis, ranks = known.ctx.axis, known.ctx.ranks
     if all(user.op == "output" for user in node.users):
         return None  # it would be gathered again at once
     dims = {
         flow.out
         for flow in dim_flows(node) or ()
-        if isinstance(source_value := graph_values.values[flow.source], DTensor)
+        if isinstance(source_value := known.values[flow.source], DTensor)
         and source_value.placements[axis] == Shard(flow.dim)
     }
     if len(dims) != 1:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from cpcompile.geometry.lengths import is_same
 
-from ...graph.held import Callee
+from ...graph.constant_arguments import Callee
 from ...graph.loss_calls import LossCall, loss_call
 from ...graph.memory_order import memory_order
 from ...graph.new_call import NewCall
@@ -31,13 +31,13 @@ from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import cp_place
 
 
-def class_loss(graph_values: GraphValues, node: fx.Node) -> Replace | None:
+def class_loss(known: GraphValues, node: fx.Node) -> Replace | None:
     """Replace a loss of classes: a mean is over all tokens, not of the ranks' means."""
     loss = loss_call(node)
     if loss is None:
         return None
-    scores, target = graph_values.value(loss.input), graph_values.value(loss.target)
-    weight = graph_values.value(loss.options.get("weight"))
+    scores, target = known.value(loss.input), known.value(loss.target)
+    weight = known.value(loss.options.get("weight"))
     if not isinstance(scores, DTensor) or isinstance(weight, DTensor):
         return None
     class_dim = 1 if scores.ndim > 1 else 0
@@ -47,13 +47,11 @@ def class_loss(graph_values: GraphValues, node: fx.Node) -> Replace | None:
     placements = target_placements(scores, target)
     plain = not isinstance(target, DTensor)
     whole = loss.target if plain and loss.reduction == "mean" else None
-    new_target = _placed(graph_values, loss.target, placements)
-    return _global_loss(
-        graph_values, node, loss, loss.input, new_target, whole, loss.options
-    )
+    new_target = _placed(known, loss.target, placements)
+    return _global_loss(known, node, loss, loss.input, new_target, whole, loss.options)
 
 
-def elementwise_loss(graph_values: GraphValues, node: fx.Node) -> Replace | None:
+def elementwise_loss(known: GraphValues, node: fx.Node) -> Replace | None:
     """Replace an elementwise loss: a rank's own sum is divided by the count of all.
 
     See `class_loss`.
@@ -61,7 +59,7 @@ def elementwise_loss(graph_values: GraphValues, node: fx.Node) -> Replace | None
     loss = loss_call(node)
     if loss is None:
         return None
-    scores, target = graph_values.value((loss.input, loss.target))
+    scores, target = known.value((loss.input, loss.target))
     like = next((x for x in (scores, target) if _is_split(x)), None)
     if like is None or any(p.is_partial() for p in like.placements):
         return None
@@ -70,16 +68,16 @@ def elementwise_loss(graph_values: GraphValues, node: fx.Node) -> Replace | None
         return None  # the result has the elements of neither
     options = dict(loss.options)
     for name, option in options.items():
-        value = graph_values.value(option)
+        value = known.value(option)
         if not isinstance(value, Tensor):
             continue
         placements = broadcast_placements(like, value)
         if placements is None:
             return None
-        options[name] = _placed(graph_values, option, placements)
-    new_scores = _placed(graph_values, loss.input, like.placements)
-    new_target = _placed(graph_values, loss.target, like.placements)
-    return _global_loss(graph_values, node, loss, new_scores, new_target, None, options)
+        options[name] = _placed(known, option, placements)
+    new_scores = _placed(known, loss.input, like.placements)
+    new_target = _placed(known, loss.target, like.placements)
+    return _global_loss(known, node, loss, new_scores, new_target, None, options)
 
 
 def _is_split(value: object) -> bool:
@@ -88,18 +86,16 @@ def _is_split(value: object) -> bool:
     return any(hasattr(p, "dim") for p in value.placements)
 
 
-def _placed(
-    graph_values: GraphValues, x: fx.Node, placements: tuple[Placement, ...]
-) -> Any:
+def _placed(known: GraphValues, x: fx.Node, placements: tuple[Placement, ...]) -> Any:
     """Return a value in these placements, which it may have already."""
-    value = graph_values.value(x)
+    value = known.value(x)
     if isinstance(value, DTensor) and value.placements == placements:
         return x
-    return NewCall(cp_place, (x, graph_values.on, placements))
+    return NewCall(cp_place, (x, known.cp_axis, placements))
 
 
 def _global_loss(
-    graph_values: GraphValues,
+    known: GraphValues,
     node: fx.Node,
     loss: LossCall,
     scores: Any,

@@ -47,6 +47,7 @@ from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import (
     cp_dropout_mask,
     cp_exchange,
+    cp_gather_keys,
     cp_key_source,
     cp_log_sigmoid,
     cp_mean,
@@ -56,7 +57,6 @@ from ...placement.placement_calls import (
     cp_replicate,
     cp_shard,
     cp_unreduced,
-    cp_whole_keys,
 )
 from ...placement.scan_calls import scanned_in_parts
 from ...placement.scan_parts import cp_scanned_in_parts
@@ -89,43 +89,43 @@ from .unknown_sizes import unknown_size
 ShardingRule = Callable[[GraphValues, fx.Node], Decision | None]
 
 
-def decide(graph_values: GraphValues, node: fx.Node, distributed: bool) -> Decision:
+def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     """Decide what becomes of a call.
 
     distributed: whether it runs on DTensors.
     """
-    of_others = on_other_axes(graph_values, node)
+    of_others = on_other_axes(known, node)
     if of_others is not None:
         return of_others
     if is_attention(node):
-        return left_attention(graph_values, node, distributed)
+        return left_attention(known, node, distributed)
     if is_row_parallel_operand(node):
-        return row_parallel_operand(graph_values, node)
+        return row_parallel_operand(known, node)
     if node.target is key_source:
-        return source_of_keys(graph_values, node)
+        return source_of_keys(known, node)
     if node.target is computed_keys:
-        return Replace(NewCall(cp_unreduced, (node.args[0], graph_values.on)))
+        return Replace(NewCall(cp_unreduced, (node.args[0], known.cp_axis)))
     if node.target is exchanged:
-        return exchange(graph_values, node)
+        return exchange(known, node)
     if node.target is mixed_in_parts:
-        args = (*node.args, graph_values.on)
+        args = (*node.args, known.cp_axis)
         return Propagate(NewCall(cp_mixed_in_parts, args))
     if node.target is scanned_in_parts:
-        on = {"on": graph_values.on}
-        return Propagate(NewCall(cp_scanned_in_parts, node.args, on))
+        cp_axis = {"on": known.cp_axis}
+        return Propagate(NewCall(cp_scanned_in_parts, node.args, cp_axis))
     if distributed and is_in_place(node):
-        return in_place(graph_values, node)
+        return in_place(known, node)
     steps = steps_to_part(node)
     if distributed and steps is not None:
-        return write_part(graph_values, node, steps)
-    reason = graph_values.ctx.findings.fallback_calls.get(origin(node) or "")
+        return write_part(known, node, steps)
+    reason = known.ctx.findings.fallback_calls.get(origin(node) or "")
     if distributed and reason is not None and not is_cp_attention(node):
         of_layer = spelled(node) == "linear"
-        in_parts = linear_of_parts(graph_values, node) if of_layer else None
+        in_parts = linear_of_parts(known, node) if of_layer else None
         return in_parts or FallBack(reason)
     if distributed and node.target is write_rows:
-        return placed_rows(graph_values, node, node.args[0])
-    unknown = unknown_size(graph_values, node) if distributed else None
+        return placed_rows(known, node, node.args[0])
+    unknown = unknown_size(known, node) if distributed else None
     if unknown is not None:
         return unknown
     rule = RULES.get(canonical_call(node).name)
@@ -133,28 +133,26 @@ def decide(graph_values: GraphValues, node: fx.Node, distributed: bool) -> Decis
         rule = token_products
     if distributed and is_autograd_function(node):
         rule = chunked_function
-    if (
-        graph_values.joint_of(node) is not None
-    ):  # the user's DTensors, as DTensor has them
+    if known.joint_of(node) is not None:  # the user's DTensors, as DTensor has them
         rule = None
-    decision = None if rule is None else rule(graph_values, node)
+    decision = None if rule is None else rule(known, node)
     if distributed and decision is None:
-        decision = moved_tokens(graph_values, node)
+        decision = moved_tokens(known, node)
     return decision or (Propagate() if distributed else Plain())
 
 
-def concatenate(graph_values: GraphValues, node: fx.Node) -> Decision | None:
+def concatenate(known: GraphValues, node: fx.Node) -> Decision | None:
     """Leave 1-D empty tensors, as caches begin, out of torch.cat.
 
     torch.cat ignores them; DTensor does not.
     """
     tensors = canonical_call(node).arguments["tensors"]
-    full = [x for x in tensors if tuple(graph_values.value(x).shape) != (0,)]
+    full = [x for x in tensors if tuple(known.value(x).shape) != (0,)]
     if len(full) == len(tensors) or not full:
         return None
     if len(full) == 1:
         return Replace(NewCall(torch.clone, (full[0],)))  # written, it is not full[0]
-    if not any(isinstance(graph_values.value(x), DTensor) for x in tensors):
+    if not any(isinstance(known.value(x), DTensor) for x in tensors):
         return None
     if node.args:
         return Propagate(NewCall(node.target, (full, *node.args[1:]), node.kwargs))
@@ -189,10 +187,10 @@ def prelu(known: GraphValues, node: fx.Node) -> Decision | None:
     return Replace(NewCall(cp_prelu, (given["input"], given["weight"])))
 
 
-def mean(graph_values: GraphValues, node: fx.Node) -> Decision | None:
+def mean(known: GraphValues, node: fx.Node) -> Decision | None:
     """Make a mean over a sharded dimension a sum divided by a count."""
     arguments = canonical_call(node).arguments
-    value, dim = graph_values.value(arguments["input"]), arguments.get("dim")
+    value, dim = known.value(arguments["input"]), arguments.get("dim")
     dim = None if dim in ((), []) else dim
     if not isinstance(value, DTensor):
         return None
@@ -211,10 +209,10 @@ def mean(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     return Replace(NewCall(cp_mean, args))
 
 
-def dropout(graph_values: GraphValues, node: fx.Node) -> Decision | None:
+def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
     """Let every rank use its part of one mask, not the same mask on every part."""
     arguments = canonical_call(node).arguments
-    value, p = graph_values.value(arguments["input"]), float(fake_value(arguments["p"]))
+    value, p = known.value(arguments["input"]), float(fake_value(arguments["p"]))
     if not isinstance(value, DTensor):
         return None
     if not arguments["training"] or p == 0.0:
@@ -222,30 +220,28 @@ def dropout(graph_values: GraphValues, node: fx.Node) -> Decision | None:
     order = memory_order(fake_value(node))
     args = (arguments["input"], p) if order is None else (arguments["input"], p, order)
     mask = NewCall(cp_dropout_mask, args)
-    whole = NewCall(cp_replicate, (mask, graph_values.on))
+    whole = NewCall(cp_replicate, (mask, known.cp_axis))
     return Replace(NewCall(torch.mul, (arguments["input"], whole)))
 
 
-def left_attention(
-    graph_values: GraphValues, node: fx.Node, distributed: bool
-) -> Decision:
+def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     """Decide on an attention call that was not rewritten.
 
     It is right, but slow, where its sequence is whole.
 
     Raises: RewriteError for a sharded sequence, if strict.
     """
-    call = next(c for c in graph_values.ctx.findings.calls if c.node is node)
-    operands = tuple(graph_values.value(x) for x in attention_operands(node))
-    apart = attention_apart(graph_values, node) if distributed else None
+    call = next(c for c in known.ctx.findings.calls if c.node is node)
+    operands = tuple(known.value(x) for x in attention_operands(node))
+    apart = attention_apart(known, node) if distributed else None
     if apart is not None:
         return apart
     if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
-        if call.obstacle and not call.left_alone:
-            warn_unsharded(f"attention at {where(node)}", call.obstacle)
+        if call.unsupported and not call.already_local:
+            warn_unsharded(f"attention at {where(node)}", call.unsupported)
         return Propagate() if distributed else Plain()
     message = unrewritten(call, operands)
-    if graph_values.ctx.strict:
+    if known.ctx.strict:
         raise RewriteError(message)
     return FallBack(message)  # one mask: all ranks have the same random state
 
@@ -276,32 +272,32 @@ def attention_apart(known: GraphValues, node: fx.Node) -> Decision | None:
             outer = getattr(placement, "split_factor", 1)
             mask = known.cut(mask, TokenDim(0, outer))
         elif not isinstance(value, DTensor):
-            mask = NewCall(cp_replicate, (mask, known.on))
+            mask = NewCall(cp_replicate, (mask, known.cp_axis))
     numbers = [given[name] for name in ("is_causal", "scale", "enable_gqa")]
     return Replace(NewCall(cp_window_attention, (*operands, mask, *numbers)))
 
 
-def unfold(graph_values: GraphValues, node: fx.Node) -> Decision | None:
+def unfold(known: GraphValues, node: fx.Node) -> Decision | None:
     """Make windows side by side a view, and move tokens to those that overlap."""
     arguments = canonical_call(node).arguments
-    value, size = graph_values.value(arguments["input"]), arguments.get("size")
+    value, size = known.value(arguments["input"]), arguments.get("size")
     if size is None:  # torch.nn.functional's, of images
         return None
     if not isinstance(value, DTensor):
         return None
     if arguments["step"] != size:
-        return overlapping_windows(graph_values, node)
+        return overlapping_windows(known, node)
     dim = arguments["dimension"] % value.ndim
-    length, ranks = value.shape[dim], graph_values.ctx.ranks
-    if value.placements[graph_values.ctx.axis] != Shard(dim) or is_symbol(length):
+    length, ranks = value.shape[dim], known.ctx.ranks
+    if value.placements[known.ctx.axis] != Shard(dim) or is_symbol(length):
         return None
     if not size or length % size:
-        return overlapping_windows(graph_values, node)  # some tokens are in none
+        return overlapping_windows(known, node)  # some tokens are in none
     shape = (length // size, size)
     cut: NewCall | None = NewCall(torch.unflatten, (arguments["input"], dim, shape))
     if shape[0] % ranks:
         after = (*value.shape[:dim], *shape, *value.shape[dim + 1 :])
-        cut = in_windows(graph_values, arguments["input"], after)
+        cut = in_windows(known, arguments["input"], after)
     return None if cut is None else Replace(NewCall(torch.movedim, (cut, dim + 1, -1)))
 
 
@@ -327,29 +323,29 @@ def repeat(known: GraphValues, node: fx.Node) -> Decision | None:
     return Propagate(NewCall(cp_repeat, (x, repeats, placement.dim)))
 
 
-def expand_as(graph_values: GraphValues, node: fx.Node) -> Decision | None:
+def expand_as(known: GraphValues, node: fx.Node) -> Decision | None:
     """Keep a plain value, such as a mask, plain: only the other's shape is read."""
     arguments = canonical_call(node).arguments
     shape = tuple(fake_value(node).shape)
-    if isinstance(graph_values.value(arguments["input"]), DTensor) or any(
+    if isinstance(known.value(arguments["input"]), DTensor) or any(
         map(is_symbol, shape)
     ):
         return None
     return Plain(NewCall(torch.Tensor.expand, (arguments["input"], shape)))
 
 
-def row_parallel_operand(graph_values: GraphValues, node: fx.Node) -> Decision:
+def row_parallel_operand(known: GraphValues, node: fx.Node) -> Decision:
     """Decide on an operand of attention whose weights are shown.
 
     All keys come to the ranks of queries.
     """
     (source,) = node.all_input_nodes
-    value = graph_values.value(source)
+    value = known.value(source)
     if not isinstance(value, DTensor) or node.target is own_queries:
         return Replace(source)
-    if value.placements[graph_values.ctx.axis].is_replicate():
+    if value.placements[known.ctx.axis].is_replicate():
         return Replace(source)
-    return Propagate(NewCall(cp_whole_keys, (source, graph_values.on)))
+    return Propagate(NewCall(cp_gather_keys, (source, known.cp_axis)))
 
 
 def source_of_keys(known: GraphValues, node: fx.Node) -> Decision:
@@ -357,11 +353,11 @@ def source_of_keys(known: GraphValues, node: fx.Node) -> Decision:
     x: Any = node.args[0]
     value = known.value(x)
     if isinstance(value, DTensor):
-        return Replace(NewCall(cp_key_source, (x, known.on)))
+        return Replace(NewCall(cp_key_source, (x, known.cp_axis)))
     if not value.requires_grad:
         return Replace(x)
-    whole = NewCall(cp_replicate, (x, known.on))
-    return Replace(NewCall(cp_key_source, (whole, known.on)))
+    whole = NewCall(cp_replicate, (x, known.cp_axis))
+    return Replace(NewCall(cp_key_source, (whole, known.cp_axis)))
 
 
 def exchange(known: GraphValues, node: fx.Node) -> Decision:
@@ -373,12 +369,12 @@ def exchange(known: GraphValues, node: fx.Node) -> Decision:
     if target is None:
         if placement != Shard(source):
             return Replace(x)
-        return Replace(NewCall(cp_whole_keys, (x, known.on)))
+        return Replace(NewCall(cp_gather_keys, (x, known.cp_axis)))
     if placement == Shard(target):
         return Replace(x)
     if placement == Shard(source):
-        return Replace(NewCall(cp_exchange, (x, known.on, source, target)))
-    return Replace(NewCall(cp_shard, (x, known.on, target)))
+        return Replace(NewCall(cp_exchange, (x, known.cp_axis, source, target)))
+    return Replace(NewCall(cp_shard, (x, known.cp_axis, target)))
 
 
 RULES: dict[str, ShardingRule] = {

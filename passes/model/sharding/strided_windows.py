@@ -35,7 +35,7 @@ from cpcompile.ops.dtensor.windowed_pool import POOLS, windowed_pool
 from ...graph.calls import canonical_call
 from ...graph.new_call import NewCall
 from ...graph.nodes import fake_value
-from ...placement.decisions import Again, Decision, FallBack, Replace
+from ...placement.decisions import Decision, FallBack, Replace, RewriteCall
 from ...placement.graph_values import GraphValues
 from ..moves.move_rules import is_split, move_tokens, split_dim
 from ..normalize.pad_convolutions import CONVOLUTIONS, of_dims, padded_call
@@ -108,7 +108,7 @@ def adaptive_pool(known: GraphValues, node: fx.Node) -> Decision | None:
     x, dims = call.arguments["input"], int(call.name[-2])
     before, after = (fake_value(y).shape[-dims:] for y in (x, node))
     if split_dim(known, x) is not None and all(is_same(n, 1) for n in after):
-        return Again(NewCall(torch.mean, (x, list(range(-dims, 0)), True)))
+        return RewriteCall(NewCall(torch.mean, (x, list(range(-dims, 0)), True)))
     i = _position(known, x, dims)
     if i is None:
         return None

@@ -30,11 +30,11 @@ from ...graph.new_call import NewCall, with_inputs
 from ...graph.nodes import expected_shape, fake_value, where
 from ...graph.origins import origin
 from ...placement.decisions import (
-    Again,
+    Alias,
     Decision,
-    OnChunks,
     Replace,
-    StandFor,
+    RewriteCall,
+    RunOnTokenChunks,
     Write,
 )
 from ...placement.graph_values import GraphValues
@@ -50,85 +50,79 @@ from ...placement.placement_calls import cp_place, cp_shard
 from ..mutation.write_rules import in_place
 
 
-def on_other_axes(graph_values: GraphValues, node: fx.Node) -> Decision | None:
+def on_other_axes(known: GraphValues, node: fx.Node) -> Decision | None:
     """Decide on a call that reads or makes DTensors on other axes; None for others.
 
     Raises: RewriteError for a call that makes such DTensors in another way.
     """
     change = mesh_change(node)
     if change is MeshChange.FROM_LOCAL:
-        return _from_local(graph_values, node)
-    joint = graph_values.joint_of(node)
+        return _from_local(known, node)
+    joint = known.joint_of(node)
     if joint is None:
-        _refuse_other_sources(graph_values, node)
+        _refuse_other_sources(known, node)
         return None
     if change is MeshChange.REDISTRIBUTE:
         _refuse_others(node, {"device_mesh", "placements", "async_op"})
         placements = fake_value(node).placements
-        (x,) = (
-            x
-            for x in node.all_input_nodes
-            if graph_values.is_joint(graph_values.value(x))
-        )
+        (x,) = (x for x in node.all_input_nodes if known.is_joint(known.value(x)))
         return Replace(NewCall(cp_tp_move, (x, placements)))
     if change is MeshChange.TO_LOCAL:
-        return _to_local(graph_values, node, joint)
+        return _to_local(known, node, joint)
     if _has_dtensors(fake_value(node)):
         return None  # a call on DTensors like any other
-    return _on_chunks(graph_values, node, joint)
+    return _on_chunks(known, node, joint)
 
 
-def _from_local(graph_values: GraphValues, node: fx.Node) -> Decision:
+def _from_local(known: GraphValues, node: fx.Node) -> Decision:
     dtensor = fake_value(node)
     placements = dtensor.placements
-    joint = graph_values.joint_with(dtensor.device_mesh)
-    (x, *_), value = node.args, graph_values.value(node.args[0])
+    joint = known.joint_with(dtensor.device_mesh)
+    (x, *_), value = node.args, known.value(node.args[0])
     assert isinstance(x, fx.Node)
     _refuse_others(node, {"device_mesh", "placements", "run_check"})
-    if graph_values.is_joint(value):
+    if known.is_joint(value):
         if value.placements[1:] == placements:
             return Replace(x)
-        regular = NewCall(cp_tp_regular, (x, graph_values.on))
-        lift = (regular, joint.joint, graph_values.on, placements)
+        regular = NewCall(cp_tp_regular, (x, known.cp_axis))
+        lift = (regular, joint.joint, known.cp_axis, placements)
         return Replace(NewCall(cp_tp_lift, lift))
-    source: Any = graph_values.sharded_ids.get(x, x)
+    source: Any = known.sharded_ids.get(x, x)
     dims = {p.dim for p in placements if isinstance(p, Shard)}
-    first = (
-        value.placements[graph_values.ctx.axis] if isinstance(value, DTensor) else None
-    )
+    first = value.placements[known.ctx.axis] if isinstance(value, DTensor) else None
     if isinstance(first, Shard) and first.dim in dims:
         # Chunks of the chunks of tp; DTensor cuts the other way round.
         whole = (Replicate(),)
-        source, first = NewCall(cp_place, (x, graph_values.on, whole)), None
-    lifted = NewCall(cp_tp_lift, (source, joint.joint, graph_values.on, placements))
-    dim = graph_values.sequence_dims.get(node) or graph_values.sequence_dims.get(x)
+        source, first = NewCall(cp_place, (x, known.cp_axis, whole)), None
+    lifted = NewCall(cp_tp_lift, (source, joint.joint, known.cp_axis, placements))
+    dim = known.sequence_dims.get(node) or known.sequence_dims.get(x)
     cut = source is x and (first is None or first.is_replicate())
     if (
         (cut or source is not x)
         and dim is not None
         and dim.outer == 1
-        and (x not in graph_values.sharded_ids)
+        and (x not in known.sharded_ids)
     ):
-        lifted = NewCall(cp_shard, (lifted, graph_values.on, dim.dim))
+        lifted = NewCall(cp_shard, (lifted, known.cp_axis, dim.dim))
     return Replace(lifted)
 
 
-def _to_local(graph_values: GraphValues, node: fx.Node, joint: JointMesh) -> Decision:
+def _to_local(known: GraphValues, node: fx.Node, joint: JointMesh) -> Decision:
     _refuse_others(node, {"grad_placements"})
     x = node.all_input_nodes[0]
     grad_placements: Any = node.kwargs.get("grad_placements")
-    if not _are_chunks(graph_values.value(x)):
-        return Replace(NewCall(cp_tp_lower, (x, graph_values.on, grad_placements)))
+    if not _are_chunks(known.value(x)):
+        return Replace(NewCall(cp_tp_lower, (x, known.cp_axis, grad_placements)))
     if (
         grad_placements is not None
-        and tuple(grad_placements) != graph_values.value(x).placements[1:]
+        and tuple(grad_placements) != known.value(x).placements[1:]
     ):
         raise RewriteError(
             f"{node.name} at {where(node)} takes chunks of tokens whose gradient has "
             f"the placements {tuple(grad_placements)}; needed those of the tokens: "
             "leave grad_placements away"
         )
-    return StandFor(x)
+    return Alias(x)
 
 
 def _refuse_others(node: fx.Node, supported: set[str]) -> None:
@@ -142,37 +136,35 @@ def _refuse_others(node: fx.Node, supported: set[str]) -> None:
         )
 
 
-def _on_chunks(graph_values: GraphValues, node: fx.Node, joint: JointMesh) -> Decision:
+def _on_chunks(known: GraphValues, node: fx.Node, joint: JointMesh) -> Decision:
     """Decide on a call on chunks of the tokens that is plain to Dynamo."""
     if is_in_place(node):
-        written = in_place(graph_values, node)
+        written = in_place(known, node)
         call = getattr(getattr(written, "decision", None), "call", None)
         if isinstance(written, Write) and isinstance(call, NewCall):
-            shared = _shared(graph_values, joint, call)
-            if shared is not None and _is_token_wise(graph_values, node, joint, call):
-                return Write(written.base, OnChunks(shared))
+            shared = _shared(known, joint, call)
+            if shared is not None and _is_token_wise(known, node, joint, call):
+                return Write(written.base, RunOnTokenChunks(shared))
         raise RewriteError(
             f"{node.name} at {where(node)} writes into tokens that are sharded over "
             f"{list(joint.joint.mesh.mesh_dim_names or ())}; needed a call that "
             "returns a new tensor"
         )
     call = NewCall(node.target, node.args, node.kwargs)
-    shared = _shared(graph_values, joint, call)
-    if origin(node) in graph_values.ctx.findings.fallback_calls:
+    shared = _shared(known, joint, call)
+    if origin(node) in known.ctx.findings.fallback_calls:
         shared = None
-    if shared is not None and _is_token_wise(graph_values, node, joint, call):
-        return OnChunks(shared)
+    if shared is not None and _is_token_wise(known, node, joint, call):
+        return RunOnTokenChunks(shared)
 
     def regular(x: fx.Node) -> fx.Node | NewCall:
-        joint_value = graph_values.is_joint(graph_values.value(x))
-        return NewCall(cp_tp_regular, (x, graph_values.on)) if joint_value else x
+        joint_value = known.is_joint(known.value(x))
+        return NewCall(cp_tp_regular, (x, known.cp_axis)) if joint_value else x
 
-    return Again(with_inputs(node, regular))
+    return RewriteCall(with_inputs(node, regular))
 
 
-def _shared(
-    graph_values: GraphValues, joint: JointMesh, call: NewCall
-) -> NewCall | None:
+def _shared(known: GraphValues, joint: JointMesh, call: NewCall) -> NewCall | None:
     """Put plain tensors of a call on the joint mesh; None where it has other values."""
     odd = False
 
@@ -181,8 +173,8 @@ def _shared(
         odd |= isinstance(x, NewCall)
         if not isinstance(x, fx.Node):
             return x
-        value = graph_values.value(x)
-        odd |= isinstance(value, DTensor) and not graph_values.is_joint(value)
+        value = known.value(x)
+        odd |= isinstance(value, DTensor) and not known.is_joint(value)
         plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
         return NewCall(cp_tp_share, (x, joint.joint)) if plain else x
 
@@ -191,7 +183,7 @@ def _shared(
 
 
 def _is_token_wise(
-    graph_values: GraphValues, node: fx.Node, joint: JointMesh, call: NewCall
+    known: GraphValues, node: fx.Node, joint: JointMesh, call: NewCall
 ) -> bool:
     """Tell whether a call on whole sequences is right for each chunk.
 
@@ -202,17 +194,17 @@ def _is_token_wise(
         lambda x: (
             x
             if isinstance(x, DTensor)
-            else graph_values.trial.must_run(cp_tp_share, (x, joint.joint), {})
+            else known.trial.must_run(cp_tp_share, (x, joint.joint), {})
         ),
-        graph_values.value((call.args, dict(call.kwargs))),
+        known.value((call.args, dict(call.kwargs))),
     )
     target = call.target
     if target == node.target:
-        target = graph_values.callable(node)
+        target = known.callable(node)
     try:
         with (
             nothing_moves() as moves,
-            graph_values.trial.fake_mode,
+            known.trial.fake_mode,
             enable_python_dispatcher(),
             torch.no_grad(),
         ):
@@ -225,7 +217,7 @@ def _is_token_wise(
     wanted, got = (pytree.tree_leaves(x) for x in (fake_value(node), result))
     if len(wanted) != len(got) or not all(map(_is_chunk_of, wanted, got)):
         return False
-    return graph_values.trial.run(target, args, kwargs)[1] is None
+    return known.trial.run(target, args, kwargs)[1] is None
 
 
 def _is_chunk_of(chunk: Any, whole: Any) -> bool:
@@ -258,9 +250,9 @@ def _parts(x: DTensor) -> int:
     return math.prod(size for size, placement in sizes if placement == first)
 
 
-def _refuse_other_sources(graph_values: GraphValues, node: fx.Node) -> None:
+def _refuse_other_sources(known: GraphValues, node: fx.Node) -> None:
     leaves = pytree.tree_leaves(fake_value(node))
-    if not any(graph_values.is_joint(x) for x in leaves):
+    if not any(known.is_joint(x) for x in leaves):
         return
     raise RewriteError(
         f"{node.name} at {where(node)} makes a DTensor; needed DTensor.from_local, as "

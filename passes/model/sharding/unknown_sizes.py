@@ -24,24 +24,22 @@ from ...placement.placement_calls import cp_gather
 from .gathered_calls import warn_of_gathered_call
 
 
-def unknown_size(graph_values: GraphValues, node: fx.Node) -> Plain | None:
+def unknown_size(known: GraphValues, node: fx.Node) -> Plain | None:
     """Decide on a call on DTensors, if the size of its result is not known."""
     if not (_depends_on_data(node) or has_unknown_size(fake_value(node))):
         return None
-    if any(
-        graph_values.is_joint(graph_values.values.get(x)) for x in node.all_input_nodes
-    ):
+    if any(known.is_joint(known.values.get(x)) for x in node.all_input_nodes):
         return None
     name = canonical_call(node).name or node.name
-    operands = [graph_values.value(x) for x in node.all_input_nodes]
+    operands = [known.value(x) for x in node.all_input_nodes]
     text = (
         f"{name} at {where(node)} runs on gathered tensors, because its data tells the "
         "size of its result; the result is correct, only slower"
     )
-    warn_of_gathered_call(graph_values.ctx, node, operands, text)
+    warn_of_gathered_call(known.ctx, node, operands, text)
 
     def whole(x: fx.Node) -> fx.Node | NewCall:
-        distributed = isinstance(graph_values.value(x), DTensor)
+        distributed = isinstance(known.value(x), DTensor)
         return NewCall(cp_gather, (x,)) if distributed else x
 
     return Plain(with_inputs(node, whole))

@@ -56,7 +56,7 @@ def test_shapes_that_are_aligned(case):
     got = rewrite(attend, *inputs)
     assert got.counts["align_operands"] == 1
     (call,) = got.calls
-    assert call.obstacle is None
+    assert call.unsupported is None
     assert call.q_shape == (batch, heads, S, D)
     assert call.k_shape[1:] == (call.k_shape[1], T, D)
     # What is expanded only to be aligned is folded again, if both k and v are.
@@ -163,6 +163,6 @@ def test_calls_that_are_split_on_the_batch_stay(mesh_2d):
         for n, placement in ((4, Shard(0)), (1, Replicate()), (1, Replicate()))
     ]
     captured = capture(lambda q, k, v: sdpa(q, k, v), *sharded)
-    assert captured.ctx.findings.calls[0].left_alone is not None
+    assert captured.ctx.findings.calls[0].already_local is not None
     step = captured["align_operands"]
     assert step.rewrites == 0 and not step.changed

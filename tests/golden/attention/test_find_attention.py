@@ -24,8 +24,8 @@ def found(captured):
     return "\n".join(
         f"{c.path}: q={c.q}, k={c.k}, v={c.v}, mask={c.mask}, dropout_p={c.dropout_p}, "
         f"is_causal={c.is_causal}, scale={c.scale:.4g}"
-        + (f"\n  obstacle: {c.obstacle}" if c.obstacle else "")
-        + (f"\n  left alone: {c.left_alone}" if c.left_alone else "")
+        + (f"\n  obstacle: {c.obstacle}" if c.unsupported else "")
+        + (f"\n  left alone: {c.already_local}" if c.already_local else "")
         for c in calls
     )
 
@@ -122,7 +122,7 @@ def test_no_dropout_outside_of_training(mesh):
 
     inputs = make_qkv(2, 4, 16, 8)
     captured = capture(attend, *inputs, False, mesh=mesh, shard={"q": 2})
-    assert captured.ctx.findings.calls[0].obstacle is None
+    assert captured.ctx.findings.calls[0].unsupported is None
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
@@ -133,7 +133,7 @@ def test_heads_or_batch_sharded(mesh_2d, placement):
     ]
     captured = capture(lambda q, k, v: sdpa(q, k, v), *inputs)
     (call,) = captured.ctx.findings.calls
-    assert call.left_alone == (
+    assert call.already_local == (
         f"q, k, v have placements {', '.join([f'R,S({placement.dim})'] * 3)}, "
         "and none is split on the sequence"
     )
@@ -147,7 +147,7 @@ def test_sequence_and_batch_sharded(mesh_2d):
         for x in make_qkv(4, 4, 16, 8)
     ]
     captured = capture(lambda q, k, v: sdpa(q, k, v), *inputs)
-    assert captured.ctx.findings.calls[0].left_alone is None
+    assert captured.ctx.findings.calls[0].already_local is None
     assert captured["choose_strategy"].rewrites == 1
 
 
@@ -164,7 +164,7 @@ def test_heads_of_keys_and_values_that_differ(mesh, key_heads, value_heads):
     )
     (call,) = captured.ctx.findings.calls
     q, k, v = (list(shape) for shape in shapes)
-    assert call.obstacle == (
+    assert call.unsupported == (
         f"got q {q}, k {k}, v {v}; needed equal batches, and k and v alike: expand them"
     )
     assert captured["choose_strategy"].rewrites == 0

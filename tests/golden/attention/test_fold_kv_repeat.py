@@ -168,7 +168,7 @@ def test_a_call_that_is_not_rewritten_stays():
         return sdpa(q, k, v, dropout_p=1.0)
 
     got = rewrite(attend, *inputs_of(BGSD, BGSD))
-    assert got.calls[0].obstacle is not None
+    assert got.calls[0].unsupported is not None
     assert got.counts["fold_kv_repeat"] == 0
 
 

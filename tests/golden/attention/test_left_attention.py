@@ -71,31 +71,31 @@ with_an_obstacle = pytest.mark.parametrize(
 )
 
 
-def captured_with(obstacle, fn, mesh, **options):
-    mask = [torch.ones(16, 16, dtype=torch.bool)] * (obstacle == "masks")
+def captured_with(unsupported, fn, mesh, **options):
+    mask = [torch.ones(16, 16, dtype=torch.bool)] * (unsupported == "masks")
     return capture(fn, *make_qkv(2, 4, 16, 8), *mask, mesh=mesh, shard=QKV, **options)
 
 
 @with_an_obstacle
-def test_an_obstacle_is_refused(mesh, fn, obstacle):
-    captured = captured_with(obstacle, fn, mesh)
+def test_an_obstacle_is_refused(mesh, fn, unsupported):
+    captured = captured_with(unsupported, fn, mesh)
     assert type(captured.error) is RewriteError
     assert "shard_graph" not in captured.steps
     assert str(captured.error) == (
         "attention at <top level> (node scaled_dot_product_attention): "
-        + OBSTACLES[obstacle]
+        + OBSTACLES[unsupported]
     )
 
 
 @with_an_obstacle
-def test_and_gathered_for_if_not_strict(mesh, caplog, fn, obstacle):
-    captured = captured_with(obstacle, fn, mesh, strict=False)
+def test_and_gathered_for_if_not_strict(mesh, caplog, fn, unsupported):
+    captured = captured_with(unsupported, fn, mesh, strict=False)
     assert "= cp_replicated(scaled_dot_product_attention, " in captured.text
     assert "= cp_shard(cp_replicated, 2)" in captured.text
     (text,) = warnings(caplog)
     assert text.startswith("scaled_dot_product_attention at <top level> (File ")
     assert "runs on gathered tensors" in text
-    assert OBSTACLES[obstacle].split(";")[0].split(",")[0] in text
+    assert OBSTACLES[unsupported].split(";")[0].split(",")[0] in text
 
 
 @needs_two_masks

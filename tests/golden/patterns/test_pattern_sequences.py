@@ -66,7 +66,7 @@ def test_what_is_computed_row_parallel(mesh, name):
     ] * 2
     assert not (found.ctx.findings.unmatched_attention or found.ctx.findings.calls)
     assert found.ctx.findings.gathered_results == ["logits [2, 16, 37]"]
-    assert found.text.count("= cp_whole_keys(") == 4
+    assert found.text.count("= cp_gather_keys(") == 4
 
 
 def test_what_is_explained(mesh):

@@ -15,8 +15,8 @@ def test_a_norm_is_combined_at_once(mesh):
         inside(captured),
         """\
 norm = .norm(cp_shard, dim=1)
-cp_whole = cp_whole(norm)
-neg = neg(cp_whole)""",
+cp_reduce_partial = cp_reduce_partial(norm)
+neg = neg(cp_reduce_partial)""",
     )
 
 
@@ -29,15 +29,15 @@ def test_flags_are_combined_at_once(mesh):
 sum_1 = .sum(cp_shard)
 gt = gt(cp_shard, 0)
 any_1 = .any(gt, 1)
-cp_whole = cp_whole(any_1)
-sum_2 = .sum(cp_whole)
+cp_reduce_partial = cp_reduce_partial(any_1)
+sum_2 = .sum(cp_reduce_partial)
 mul = mul(sum_1, sum_2)""",
     )
 
 
 def test_maxima_and_sums_wait(mesh):
     captured = sharded(lambda x: x.amax(1).sum() + x.sum(), mesh)
-    assert "cp_whole" not in body(captured)
+    assert "cp_reduce_partial" not in body(captured)
 
 
 @torch.compiler.allow_in_graph

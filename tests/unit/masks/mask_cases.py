@@ -180,7 +180,7 @@ def compare(
     whole = (batch, heads, queries, keys)
     seen = torch.ones(whole, dtype=torch.bool)
     if call.mask is not None and mask is None:
-        assert call.obstacle is not None, "a mask that is not read is refused"
+        assert call.unsupported is not None, "a mask that is not read is refused"
         return
     if call.is_causal:
         seen &= torch.ones(queries, keys, dtype=torch.bool).tril()

@@ -118,7 +118,7 @@ def test_a_look_up_of_which_a_part_is_used():
 
     weight = torch.randn(8, 2)
     found = read(attend(mask_of), *operands(S), weight)
-    assert found.text.startswith("dense float32"), found.calls[0].obstacle
+    assert found.text.startswith("dense float32"), found.calls[0].unsupported
     check(found, *operands(S), weight)
 
 
@@ -130,7 +130,7 @@ def test_all_heads_of_a_look_up():
 
     weight = torch.randn(8, 3)
     found = read(attend(mask_of), *operands(S), weight)
-    assert found.text.startswith("dense float32"), found.calls[0].obstacle
+    assert found.text.startswith("dense float32"), found.calls[0].unsupported
     check(found, *operands(S), weight)
 
 
@@ -141,5 +141,5 @@ def test_picked_keys_of_which_a_part_is_used():
 
     bias = torch.randn(S + 1, S + 3)
     found = read(attend(mask_of), *operands(S), bias)
-    assert found.text == "dense float32 [21, 21]", found.calls[0].obstacle
+    assert found.text == "dense float32 [21, 21]", found.calls[0].unsupported
     check(found, *operands(S), bias)

@@ -13,7 +13,7 @@ from cpcompile.cost.plans import RingWork, Strategy
 from cpcompile.cost.strategies import factorisations
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.masks import Mask
-from cpcompile.passes.graph.held import Constant
+from cpcompile.passes.graph.constant_arguments import Constant
 from cpcompile.passes.model.masks.analysis.mask_writer import cp_constant
 from cpcompile.passes.model.masks.mask_work import MaskWork, mask_work
 from tests.unit.cost.cost_cases import H100, LLAMA

@@ -40,7 +40,7 @@ def test_what_is_computed_for_all_pairs_is_a_bias(case, strict, caplog):
     q, k = operands(S)
     found = read(attend(UNREAD[case]), q, k, strict=strict)
     call, mask = found.calls[-1], found.masks[-1]
-    assert call.obstacle is None
+    assert call.unsupported is None
     assert mask.unread is not None and mask.unread.reason
     assert mask.text.startswith("dense ")
     value = call.mask.meta["example_value"]

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from cpcompile.passes.flow.flow import Flows
-from cpcompile.passes.graph.held import Callee
+from cpcompile.passes.graph.constant_arguments import Callee
 from cpcompile.passes.graph.loss_calls import ELEMENTWISE
 from cpcompile.passes.graph.sequence_tokens import TokenDim, candidate_dims, token_dim
 from cpcompile.passes.placement.global_losses import cp_loss

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import cpcompile.backend  # noqa: F401  (has DTensor know what it needs)
 from cpcompile.passes.flow.trial import Trial
-from cpcompile.passes.graph.held import Callee, MeshAxis
+from cpcompile.passes.graph.constant_arguments import Callee, MeshAxis
 from cpcompile.passes.graph.sequence_tokens import TokenDim, token_dim
 from cpcompile.passes.model.layouts.permutation_proof import PermutationProofs
 from cpcompile.passes.placement.placement_calls import cp_replicated

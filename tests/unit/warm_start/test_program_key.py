@@ -21,7 +21,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cpcompile.compile import assembly, torch_cache, warm_start
 from cpcompile.compile.torch_cache import NoKey, ProgramKey
-from cpcompile.passes.graph.held import Callee, Constant, HeldGraph, MeshAxis, Method
+from cpcompile.passes.graph.constant_arguments import (
+    Callee,
+    Constant,
+    GraphArgument,
+    MeshAxis,
+    Method,
+)
 from cpcompile.passes.model.mutation.local_writes import ViewStep
 from cpcompile.passes.placement.placement_calls import cp_replicated
 from tests.golden.capture import fake_group
@@ -133,7 +139,7 @@ HELD = {
         Callee(torch.ops.aten.add.Tensor),
         Callee(torch.ops.aten.add.Scalar),
     ),
-    "a graph": (HeldGraph(body(2.0)), HeldGraph(body(3.0))),
+    "a graph": (GraphArgument(body(2.0)), GraphArgument(body(3.0))),
     "an index": (
         ViewStep(Callee(operator.getitem), (slice(1, 3),)),
         ViewStep(Callee(operator.getitem), (slice(1, 4),)),
@@ -189,7 +195,7 @@ def made() -> object:
     def call(x: Tensor) -> Tensor:
         return x * 2
 
-    call.__module__ = "cpcompile.passes.graph.held"
+    call.__module__ = "cpcompile.passes.graph.constant_arguments"
     return call
 
 
@@ -198,7 +204,7 @@ def made() -> object:
     [
         graph_of(scaled),
         holding(Callee(scaled)),
-        holding(HeldGraph(graph_of(scaled))),
+        holding(GraphArgument(graph_of(scaled))),
         graph_of(made()),
     ],
     ids=["function", "callee", "function of a graph", "made"],

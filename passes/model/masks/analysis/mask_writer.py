@@ -17,7 +17,7 @@ from cpcompile.geometry.lengths import expected
 from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
-from ....graph.held import Constant
+from ....graph.constant_arguments import Constant
 from ....graph.nodes import fake_value, insert_call
 from .intervals import Intervals, KnownIntervals
 from .mask_program import MaskProgram, whole

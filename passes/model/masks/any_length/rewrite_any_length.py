@@ -32,7 +32,7 @@ from cpcompile.geometry.lengths import (
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
-from ....graph.held import Constant
+from ....graph.constant_arguments import Constant
 from ..analysis.mask_program import MaskProgram, Unreadable
 from ..analysis.mask_writer import (
     MaskWriter,
@@ -41,7 +41,7 @@ from ..analysis.mask_writer import (
 )
 from ..analysis.vectors import normalising
 from ..analysis.views import View
-from .alike import check_alike
+from .length_invariance import check_alike
 
 aten = torch.ops.aten
 

@@ -41,7 +41,7 @@ CREATIONS = (*NEW_TENSORS, "arange", "size")
 """Calls that read no value of their operands, but their shape, dtype or device."""
 
 
-class DimClass:
+class DimGroup:
     """The values of a graph and its checkpoint regions that have the same entries.
 
     dims: by value, the dimension that has them. whole: values that ranks have in whole,
@@ -127,7 +127,7 @@ class DimClass:
         found = self._flow(node)
         return found is not None and found[0] is None
 
-    def ahead(self, node: fx.Node) -> dict[fx.Node, TokenDim] | None:
+    def consumers_of(self, node: fx.Node) -> dict[fx.Node, TokenDim] | None:
         """Return where the entries are in the values that a call makes.
 
         That is nowhere in a sum over them. None where entries meet.

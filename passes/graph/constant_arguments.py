@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.ranks.digests import byte_vector
+from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensor
 
 
-class Held:
+class ConstantArgument:
     """A value that a call of a graph holds.
 
     label: what `readable` prints of it; None leaves the argument out.
@@ -41,7 +42,7 @@ class Held:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class MeshAxis(Held):
+class MeshAxis(ConstantArgument):
     """An axis of a mesh.
 
     Meshes of one shape are equal to torch, also if the groups of one of them are
@@ -86,7 +87,7 @@ class Method:
 
 
 @dataclass(frozen=True, repr=False)
-class Callee(Held):
+class Callee(ConstantArgument):
     """A function that a call runs in its own way."""
 
     function: Callable[..., Any]
@@ -114,7 +115,7 @@ class Callee(Held):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Constant(Held):
+class Constant(ConstantArgument):
     """A tensor whose values are known."""
 
     value: Tensor
@@ -133,7 +134,7 @@ class Constant(Held):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class HeldGraph(Held):
+class GraphArgument(ConstantArgument):
     """A graph that a call runs."""
 
     graph: fx.GraphModule
@@ -172,17 +173,13 @@ def graph_text(gm: fx.GraphModule) -> str:
     return "\n".join([*lines, *(f"{name}: {Constant(x)}" for name, x in tensors)])
 
 
-def held_values(gm: fx.GraphModule) -> Iterator[Held]:
+def constant_arguments_of(gm: fx.GraphModule) -> Iterator[ConstantArgument]:
     """Yield what the calls of a graph hold, and of the graphs in it."""
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
-                all_held: list[Held] = []
-                fx.node.map_aggregate(
-                    (node.args, node.kwargs),
-                    lambda x: all_held.append(x) if isinstance(x, Held) else None,  # noqa: B023
-                )
-                for held in all_held:
-                    yield held
-                    for inner in held.graphs:
-                        yield from held_values(inner)
+                for held in pytree.tree_leaves((node.args, node.kwargs)):
+                    if isinstance(held, ConstantArgument):
+                        yield held
+                        for inner in held.graphs:
+                            yield from constant_arguments_of(inner)
