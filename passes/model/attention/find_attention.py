@@ -100,7 +100,7 @@ def _read(node: fx.Node, transformed: bool) -> AttentionCall:
     return AttentionCall(
         **call.__dict__
         | {
-            "obstacle": _IN_TRANSFORM if transformed else _unsupported(call, grouped),
+            "unsupported": _IN_TRANSFORM if transformed else _unsupported(call, grouped),
             "already_local": already_local(node),
         }
     )

@@ -111,8 +111,8 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
         args = (*node.args, known.cp_axis)
         return Propagate(NewCall(cp_mixed_in_parts, args))
     if node.target is scanned_in_parts:
-        cp_axis = {"on": known.cp_axis}
-        return Propagate(NewCall(cp_scanned_in_parts, node.args, cp_axis))
+        named = {"cp_axis": known.cp_axis}
+        return Propagate(NewCall(cp_scanned_in_parts, node.args, named))
     if distributed and is_in_place(node):
         return in_place(known, node)
     steps = steps_to_part(node)

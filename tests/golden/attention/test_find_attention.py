@@ -24,7 +24,7 @@ def found(captured):
     return "\n".join(
         f"{c.path}: q={c.q}, k={c.k}, v={c.v}, mask={c.mask}, dropout_p={c.dropout_p}, "
         f"is_causal={c.is_causal}, scale={c.scale:.4g}"
-        + (f"\n  obstacle: {c.obstacle}" if c.unsupported else "")
+        + (f"\n  unsupported: {c.unsupported}" if c.unsupported else "")
         + (f"\n  left alone: {c.already_local}" if c.already_local else "")
         for c in calls
     )
@@ -76,7 +76,7 @@ dropped:
   v=l_v_, mask=None, dropout_p=0.1, is_causal=False, scale=0.3536
   <top level>: q=scaled_dot_product_attention, k=l_k_, v=l_v_, mask=None, dropout_p=1.0,
       is_causal=False, scale=0.3536
-    obstacle: got dropout_p=1.0; needed a probability in [0, 1)
+    unsupported: got dropout_p=1.0; needed a probability in [0, 1)
 positional, sharded: v=l_v_, mask=None, dropout_p=0.0, is_causal=True, scale=0.3536""",
     )
 

@@ -61,7 +61,7 @@ OBSTACLES = {
     "dropout": "got dropout_p=1.0; needed a probability in [0, 1)",
 }
 with_an_obstacle = pytest.mark.parametrize(
-    ("fn", "obstacle"),
+    ("fn", "unsupported"),
     [
         pytest.param(masked, "masks", marks=needs_two_masks),
         pytest.param(scaled_and_masked, "masks", marks=needs_two_masks),

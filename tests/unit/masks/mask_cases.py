@@ -220,7 +220,7 @@ def compare(
         assert not (finite & alone[..., None]).any(), "a row that sees all, by softmax"
     different = (seen.expand_as(visible) != visible).nonzero()
     assert not len(different), (
-        f"{call.obstacle}: differs at {different[:5].tolist()} of {whole}: "
+        f"{call.unsupported}: differs at {different[:5].tolist()} of {whole}: "
         f"{mask and mask.text}"
     )
 

@@ -66,7 +66,7 @@ class Place:
         """Yield the tokens of a chunk, the chunk, what is told, and if it is last."""
         for number in range(self.case.world):
             source = (rank - number) % self.case.world
-            at = self.constant_arguments(source)
+            at = self.held(source)
             pad = (0, 0, 0, self.keys.size - len(at))
             chunk = [
                 torch.nn.functional.pad(x[:, :, at], pad, value=PADDING) for x in (k, v)
