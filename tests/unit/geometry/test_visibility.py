@@ -1,6 +1,5 @@
 """A Visible is what its four fields say, in every form in which it is used."""
 
-import itertools
 from textwrap import fill
 
 import pytest
@@ -73,11 +72,6 @@ def test_blocks_cover_each_visible_pair_once(visible, rows, keys):
         assert all(b.rows > 0 and b.keys > 0 for b in each)
 
 
-@given(visibles, sizes, sizes)
-def test_blocks_exist_unless_only_a_mask_can_say_it(visible, rows, keys):
-    assert (visible.blocks(rows, keys) is None) == (visible.lower is not None)
-
-
 @pytest.mark.parametrize("upper", [(1, 0), (0, 1)])
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 1024])
 def test_fold_is_four_triangles(upper, size):
@@ -97,7 +91,10 @@ def test_pairs_are_not_counted_one_by_one():
 
 @given(visibles | of_blocks, sizes, sizes)
 def test_pairs_are_counted(visible, rows, keys):
-    assert visible.pairs(rows, keys) == mask_of(visible, rows, keys).sum()
+    seen = mask_of(visible, rows, keys)
+    assert visible.pairs(rows, keys) == seen.sum()
+    assert not (visible.is_empty and seen.any())
+    assert (visible.blocks(rows, keys) is None) == (visible.lower is not None)
 
 
 @given(visibles | of_blocks, sizes, sizes)
@@ -128,13 +125,6 @@ def test_vectors_of_limits(rows, keys, row_count, key_count, data):
         ),
     )
     assert torch.equal(between(*ends, key_count), expected)
-
-
-@given(visibles, sizes, sizes)
-def test_empty_is_empty_at_any_size(visible, rows, keys):
-    if visible.is_empty:
-        assert not mask_of(visible, rows, keys).any()
-        assert visible.pairs(rows, keys) == 0
 
 
 @pytest.mark.parametrize(
@@ -206,78 +196,6 @@ def test_a_chunk_against_positions(q_len, kv_len, ranks, causal, data):
     if not visible.is_empty:
         assert (visible.keys is None) == (size == k_count)
         assert (visible.upper is None) == bool(expected[:, :k_count].all())
-
-
-@given(lengths, lengths, st.integers(1, 6), st.booleans())
-def test_all_steps_of_all_ranks_are_the_attention(q_len, kv_len, ranks, causal):
-    queries, keys = Chunks(q_len, ranks), Chunks(kv_len, ranks)
-    computed = 0
-    for rank in range(ranks):
-        for source in range(ranks):
-            visible = visible_chunk(
-                queries.start(rank),
-                queries.count(rank),
-                keys.start(source),
-                keys.count(source),
-                keys.size,
-                causal,
-            )
-            computed += visible.pairs(queries.count(rank), keys.size)
-    assert computed == sum(
-        min(i + 1, kv_len) if causal else kv_len for i in range(q_len)
-    )
-
-
-def contiguous(rank, ranks, size):
-    return list(range(rank * size, (rank + 1) * size))
-
-
-def striped(rank, ranks, size):
-    return list(range(rank, ranks * size, ranks))
-
-
-def fold(rank, ranks, size):
-    period = 2 * ranks
-    inner = (rank, period - 1 - rank)
-    return [period * (i // 2) + inner[i % 2] for i in range(size)]
-
-
-def head_tail(rank, ranks, size):
-    half, last = size // 2, 2 * ranks - 1 - rank
-    head, tail = (
-        range(rank * half, (rank + 1) * half),
-        range(last * half, half + last * half),
-    )
-    return [*head, *tail]
-
-
-# What rank r sees of rank s, from the table in visibility.py; size is even.
-TABLE = {
-    contiguous: lambda r, s, size: (
-        ALL if s < r else Visible(upper=(1, 1)) if s == r else NOTHING
-    ),
-    striped: lambda r, s, size: Visible(upper=(1, 1) if s <= r else (0, 0)),
-    fold: lambda r, s, size: Visible(upper=(int(s <= r), int(s >= r))),
-    head_tail: lambda r, s, size: (
-        Visible(upper=(1, 1))
-        if s == r
-        else Visible(keys=(0, size // 2))
-        if s < r
-        else Visible(rows=(size // 2, size))
-    ),
-}
-
-
-@pytest.mark.parametrize("layout", TABLE)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [2, 6])
-def test_the_table_of_layouts(layout, ranks, size):
-    tokens = torch.tensor([layout(r, ranks, size) for r in range(ranks)])
-    assert torch.equal(tokens.flatten().sort().values, torch.arange(ranks * size))
-    for r, s in itertools.product(range(ranks), repeat=2):
-        expected = tokens[s] <= tokens[r].unsqueeze(1)
-        visible = TABLE[layout](r, s, size)
-        assert torch.equal(mask_of(visible, size, size), expected)
 
 
 @given(st.none() | st.integers(-3, 12), st.none() | sizes, st.data())
