@@ -1,7 +1,4 @@
-"""The step kernels in Triton's interpreter equal a plain softmax in float64.
-
-The reference and the limits on errors are those of tests/kernels/step_cases.py.
-"""
+"""The step kernels in Triton's interpreter equal a plain softmax in float64."""
 
 import pytest
 import torch
@@ -123,23 +120,8 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize("case", MASKS, ids=str)
-def test_mask(interpreter, case):
-    run_and_check(interpreter, case)
-
-
-@pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_shape(interpreter, case):
-    run_and_check(interpreter, case)
-
-
-@pytest.mark.parametrize("case", DTYPES, ids=str)
-def test_dtype(interpreter, case):
-    run_and_check(interpreter, case)
-
-
-@pytest.mark.parametrize("case", CHANGED, ids=str)
-def test_softcap_and_dropout(interpreter, case):
+@pytest.mark.parametrize("case", [*MASKS, *SHAPES, *DTYPES, *CHANGED], ids=str)
+def test_step(interpreter, case):
     run_and_check(interpreter, case)
 
 
