@@ -58,10 +58,7 @@ def test_what_differs_is_named_with_the_first_rank_of_each_value():
     assert fixes(VALUES, [text]) == "load"
     texts = differences(names, [[1, 2, 3], [0, 2, 4]])
     assert fixes(VALUES, texts).startswith("pass the whole; seed alike")
-
-
-def test_of_many_differences_three_are_named():
-    names = [f"input {i}" for i in range(9)]
+    names = [f"input {i}" for i in range(9)]  # of many differences three are named
     texts = differences(names, [[0] * 9, [1] * 9])
     assert [t.split(":")[0] for t in texts] == [*names[:3], "and 6 more"]
 
