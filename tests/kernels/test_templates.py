@@ -15,7 +15,7 @@ from cpcompile.kernels.constants import (
 )
 from cpcompile.kernels.render import rendered
 from cpcompile.ops.step.dropout import Dropout
-from tests.kernels.step_cases import SMALL, StepCase
+from tests.kernels.step_cases import SMALL, StepCase, low_cases
 from tests.kernels.step_check import run_and_check
 
 MASKS = [
@@ -82,6 +82,7 @@ DTYPES = [
         (Visible(keys=(7, 50)), 64, True, True),
     )
 ] + [StepCase(CAUSAL, final=True), StepCase(NOTHING, dtype=torch.bfloat16, final=True)]
+CAP_AND_DROPOUT = {"softcap": 1.0, "dropout_p": 0.1}
 # Softcaps at which most scores are bent, and hardly any.
 CHANGED = [
     StepCase(ALL, softcap=0.5),
@@ -98,25 +99,8 @@ CHANGED = [
     StepCase(upper="next_document", lower="document", softcap=1.0, dropout_p=0.25),
     StepCase(CAUSAL, heads=6, kv_heads=2, batch=2, softcap=1.0, dropout_p=0.5),
     StepCase(CAUSAL, config=StepConfig(16, 64, 4, 1), softcap=1.0, dropout_p=0.5),
-    *(
-        StepCase(
-            visible,
-            upper=upper,
-            rows=70,
-            dtype=dtype,
-            head_dim=24,
-            value_dim=40,
-            accumulate=accumulate,
-            final=final,
-            softcap=1.0,
-            dropout_p=0.1,
-        )
-        for dtype in (torch.bfloat16, torch.float16)
-        for visible, upper, accumulate, final in (
-            (ALL, "causal", True, False),
-            (Visible(keys=(7, 50)), None, False, True),
-        )
-    ),
+    *low_cases(ALL, upper="causal", **CAP_AND_DROPOUT),
+    *low_cases(Visible(keys=(7, 50)), accumulate=False, final=True, **CAP_AND_DROPOUT),
 ]
 
 

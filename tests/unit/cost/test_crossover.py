@@ -14,16 +14,9 @@ from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import Candidate, Plan, Strategy
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.degrees import CPDegrees
-from tests.unit.cost.cost_cases import workload
+from tests.unit.cost.cost_cases import LLAMA
 
-CALL = workload(
-    batch=1,
-    heads=32,
-    kv_heads=8,
-    length=8192,
-    head_dim=128,
-    value_dim=128,
-)
+CALL = replace(LLAMA, causal=False, ranks=4)
 PROFILE = load_profile("a800_pcie")
 
 
