@@ -37,8 +37,8 @@ class AttentionCall:
     q is [B, H, Sq, D], k is [B, G, Sk, D], v is [B, G, Sk, E], or all without H and G.
     `dtype` is the dtype of the result: under autocast q, k and v may have another one.
     softcap and sinks are set for attention that was written by hand, see
-    plain_attention. `unsupported` says why the call cannot be rewritten, in words for the
-    user.
+    plain_attention. `unsupported` says why the call cannot be rewritten, in words for
+    the user.
     """
 
     node: fx.Node

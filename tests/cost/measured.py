@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-from cpcompile.cost.plans import Direction
+from cpcompile.cost.plans import Direction, Workload
 from cpcompile.geometry.layout import Layout
 from tests.cost.scoring import Score, Shape, all_gather, form, shape, table, workload
 
@@ -44,25 +44,20 @@ def rings_of_flash_attention() -> Score:
             runs.append((each, 1 / row["value"]))
     shapes = []
     for (machine, direction), runs in times.items():
-        load = workload(
-            common["S_total"],
-            common["h"],
-            common["d"],
-            common["world"],
-            DIRECTIONS[direction],
-            batch=common["b"],
-            kv_heads=common["hkv"],
-        )
+        load = load_of(common | {"dir": direction})
         name = f"{machine}, {direction}"
         shapes.append(shape(name, load, machine.removeprefix("8x"), runs))
     return Score(tuple(shapes))
 
 
-def usp_on_a100() -> Score:
-    """USP on 8 A100, forward: every factorisation of the ranks, in three layouts.
+def load_of(row: dict[str, Any]) -> Workload:
+    """The workload of a row of a table, with what is common to all of its rows."""
+    sizes = (row["S_total"], row["h"], row["d"], row["world"], DIRECTIONS[row["dir"]])
+    return workload(*sizes, batch=row["b"], kv_heads=row.get("hkv"))
 
-    At 512 tokens it has Ulysses only, which is nothing to choose from.
-    """
+
+def usp_on_a100() -> Score:
+    """USP on 8 A100, forward: every factorisation of the ranks, in three layouts."""
     return _of_usp("usp_8xa100", "a100")
 
 
@@ -78,31 +73,22 @@ def usp_on_a100_pcie() -> Score:
 
 def _of_usp(name: str, hardware: str) -> Score:
     rows, common = table(name)
+    fields = ("S_total", "h", "d", "packing", "hkv", "b")
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        each = common | row
-        return tuple(each[x] for x in ("S_total", "h", "d", "packing", "hkv", "b"))
+        return tuple((common | row)[x] for x in fields)
 
     shapes = []
-    for (length, heads, dim, packing, kv_heads, batch), group in groupby(
-        sorted(rows, key=key), key
-    ):
-        load = workload(
-            length,
-            heads,
-            dim,
-            common["world"],
-            DIRECTIONS[common["dir"]],
-            batch=batch,
-            kv_heads=kv_heads,
-        )
+    for values, group in groupby(sorted(rows, key=key), key):
+        own = common | dict(zip(fields, values, strict=True))
         runs = [
             (form(x["ulysses"], x["ring"], LAYOUTS[x["layout"]]), 1 / x["value"])
             for x in group
         ]
-        name = f"{length} tokens, {heads} heads of {dim}, {packing}"
+        name = f"{own['S_total']} tokens, {own['h']} heads of {own['d']}"
         if len({each.label for each, _ in runs}) > 1:
-            shapes.append(shape(name, load, hardware, runs))
+            name = f"{name}, {own['packing']}"
+            shapes.append(shape(name, load_of(own), hardware, runs))
     return Score(tuple(shapes))
 
 
@@ -121,14 +107,7 @@ def rings_on_4090() -> Score:
             runs.append((each, row["ms"] * 1e-3))
     shapes = []
     for (length, direction), runs in times.items():
-        load = workload(
-            length,
-            common["h"],
-            common["d"],
-            common["world"],
-            DIRECTIONS[direction],
-            batch=common["b"],
-        )
+        load = load_of(common | {"S_total": length, "dir": direction})
         shapes.append(shape(f"{length} tokens, {direction}", load, "rtx4090", runs))
     return Score(tuple(shapes))
 

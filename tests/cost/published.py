@@ -49,10 +49,7 @@ def balanced_speedups() -> list[Pair]:
 
 
 def hiding_chunks() -> list[Pair]:
-    """Thousands of tokens per rank from which a step hides a hop, at peak rates.
-
-    Table 2 of the Ring Attention paper, for as many key/value heads as query heads.
-    """
+    """Thousands of tokens per rank from which a step hides a hop, at peak rates."""
     rows, _ = table("ring_paper_min_block")
     found = []
     for row in rows:

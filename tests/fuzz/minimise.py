@@ -108,14 +108,25 @@ def leave_out(program: Program, names: set[str]) -> Program:
     instead = {
         s.name: s.operands[0] for s in program.walk() if s.name in names and s.operands
     }
+    smaller = _mapped(program, lambda s: None if s.name in names else s)
+    return _renamed(replace(program, statements=smaller.statements), instead)
 
-    def kept(statements: tuple[Statement, ...]) -> tuple[Statement, ...]:
-        return tuple(
-            replace(s, body=kept(s.body)) for s in statements if s.name not in names
-        )
 
-    smaller = replace(program, statements=kept(program.statements))
-    return _renamed(smaller, instead)
+def _mapped(
+    program: Program, change: Callable[[Statement], Statement | None]
+) -> Program:
+    """With what `change` makes of every statement; None leaves one out."""
+
+    def mapped(statements: tuple[Statement, ...]) -> tuple[Statement, ...]:
+        changed = [y for y in map(change, statements) if y is not None]
+        return tuple(replace(s, body=mapped(s.body)) for s in changed)
+
+    return replace(
+        program,
+        sources=mapped(program.sources),
+        statements=mapped(program.statements),
+        losses=mapped(program.losses),
+    )
 
 
 def _opened(program: Program, region: Statement) -> Program:
@@ -135,32 +146,12 @@ def _renamed(program: Program, instead: dict[str, str]) -> Program:
             name = instead[name]
         return name
 
-    def changed(statements: tuple[Statement, ...]) -> tuple[Statement, ...]:
-        return tuple(
-            replace(s, operands=tuple(map(final, s.operands)), body=changed(s.body))
-            for s in statements
-        )
-
-    return replace(
-        program,
-        statements=changed(program.statements),
-        losses=changed(program.losses),
-        returned=tuple(map(final, program.returned)),
+    renamed = _mapped(
+        program, lambda s: replace(s, operands=tuple(map(final, s.operands)))
     )
+    return replace(renamed, returned=tuple(map(final, program.returned)))
 
 
 def _changed(program: Program, statement: Statement) -> Program:
     """With another statement under the same name."""
-
-    def changed(statements: tuple[Statement, ...]) -> tuple[Statement, ...]:
-        return tuple(
-            statement if s.name == statement.name else replace(s, body=changed(s.body))
-            for s in statements
-        )
-
-    return replace(
-        program,
-        sources=changed(program.sources),
-        statements=changed(program.statements),
-        losses=changed(program.losses),
-    )
+    return _mapped(program, lambda s: statement if s.name == statement.name else s)

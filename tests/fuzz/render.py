@@ -30,10 +30,7 @@ def inputs(length, batch={batch}):
 
 
 def render(program: Program) -> str:
-    """The text of a module with Model, inputs and the choices of the program.
-
-    What makes inputs is a list of tensors' expressions of `length` and `batch`.
-    """
+    """The text of a module with Model, inputs and the choices of the program."""
     setting = program.setting
     sheet, scope = Sheet(setting, KINDS), Scope()
     for statement in (*program.sources, *program.statements):

@@ -171,10 +171,7 @@ class _ConstantFolder(UniformValueConstantFolder):
 
 @contextmanager
 def fake_cuda(architecture: str = "sm90") -> Iterator[None]:
-    """As if one GPU of this architecture were here, for what only writes code.
-
-    torch.cuda.is_available() stays false, so that nothing tries to use it.
-    """
+    """As if one GPU of this architecture were here, for what only writes code."""
     device = ARCHITECTURES[architecture]
 
     def always(value: Any) -> Callable[..., Any]:

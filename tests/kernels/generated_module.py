@@ -63,10 +63,7 @@ class Generated:
 
 
 def tensors_of(inputs: Any) -> list[Tensor]:
-    """All tensors in nested inputs, in the order that Generated.arguments counts in.
-
-    A module stands for its parameters and then its buffers.
-    """
+    """All tensors in nested inputs, in the order that Generated.arguments counts in."""
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(inputs):
         if isinstance(leaf, nn.Module):

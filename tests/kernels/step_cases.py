@@ -27,6 +27,7 @@ plus (number of terms) v for the sum over tiles, and u once more for a final res
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,6 +83,12 @@ class StepCase:
             if getattr(self, f.name) != f.default
         )
         return " ".join(changed) or "all"
+
+
+def low_cases(visible: Visible, **more: Any) -> list[StepCase]:
+    """The same with operands of 16 bits, and other widths of keys and values."""
+    sizes = {"rows": 70, "head_dim": 24, "value_dim": 40} | more
+    return [StepCase(visible, dtype=x, **sizes) for x in UNIT if UNIT[x]]
 
 
 def documents(row: int) -> int:

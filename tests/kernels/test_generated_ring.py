@@ -1,10 +1,4 @@
-"""The CUDA code of a whole ring, written and executed without a GPU.
-
-torch.compile(backend="cp") writes the code of every rank for a fake GPU: Dynamo, our
-passes, AOTAutograd, expand_ring, Inductor with our lowerings. Real ranks then execute
-it over gloo, with the Triton kernels interpreted, and meet float64 attention in one
-process.
-"""
+"""The CUDA code of a whole ring, written and executed without a GPU."""
 
 import functools
 import itertools

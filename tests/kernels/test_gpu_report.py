@@ -1,8 +1,4 @@
-"""`python -m tools.gpu` without a GPU: all but the times themselves.
-
-The whole report runs once in its smoke mode, tiny and interpreted; what this does not
-reach is called here, and in test_gpu_reference.py and test_gpu_sections.py.
-"""
+"""`python -m tools.gpu` without a GPU: all but the times themselves."""
 
 import json
 import os

@@ -1,14 +1,11 @@
 """A score_mod inlined into the step kernels, interpreted, against plain torch."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile import config
 from cpcompile.geometry.blocks import Block
 from cpcompile.kernels.configs import Kernel
 from cpcompile.kernels.constants import (
@@ -19,8 +16,8 @@ from cpcompile.kernels.constants import (
 )
 from cpcompile.kernels.score_functions import triton_functions
 from cpcompile.ops.step.dropout import Dropout
-from cpcompile.ops.step.template_steps import TemplateSteps
 from tests.kernels.step_cases import SMALL
+from tests.kernels.test_template_steps import launches
 from tests.support.attention_calls import attention
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.score_programs import packed, text_of, waved, whole
@@ -144,18 +141,9 @@ def run_ring(strategy: str, learned: bool) -> tuple[dict[str, Tensor], tuple[int
     table, ids = captured(torch.float32)
     values = packed([table.requires_grad_(learned), ids], q)
     text = text_of(waved, [table, ids], q)
-    steps = TemplateSteps
     ranges = torch.stack([torch.arange(30) * 0, torch.arange(30) + 1], -1)[None]
     rest = (30, 30, False, SCALE, group)
-    with (
-        config.patch(step_kernel="triton"),
-        mock.patch.object(
-            steps, "forward", autospec=True, side_effect=steps.forward
-        ) as f,
-        mock.patch.object(
-            steps, "gradients", autospec=True, side_effect=steps.gradients
-        ) as b,
-    ):
+    with launches("forward", "gradients") as (f, b):
         given = {"score_mod": text, "bias": values, "key_ranges": ranges}
         out, _ = attention(strategy)(*own, *rest, **given)
         grads = torch.autograd.grad(out, own, grad.chunk(ranks, 2)[rank])

@@ -1,7 +1,4 @@
-"""The CUDA code of a ring for many lengths: written once, executed for several.
-
-As test_generated_ring.py, with a dimension that Dynamo is told to keep symbolic.
-"""
+"""The CUDA code of a ring for many lengths: written once, executed for several."""
 
 import functools
 from unittest import mock

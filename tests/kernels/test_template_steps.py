@@ -1,6 +1,9 @@
 """Masks of ranges on the Triton templates, interpreted, on several ranks."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,39 +30,34 @@ RANGES = [
 OTHERS = ["falling", "holes", "interleaved", "bias", "bool of heads"]
 
 
-def run_on_templates(case):
-    """The results, and how many sources were computed by the step kernels."""
-    got, calls, _ = run_and_count(case)
-    return got, calls
+@contextmanager
+def launches(*names: str) -> Iterator[list[Mock]]:
+    """Steps run on the templates; gives what counts these methods of TemplateSteps."""
+    with config.patch(step_kernel="triton"), ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                mock.patch.object(
+                    *(TemplateSteps, name),
+                    autospec=True,
+                    side_effect=getattr(TemplateSteps, name),
+                )
+            )
+            for name in names
+        ]
 
 
 def run_and_count(case):
-    """Also of how many sources the step kernels computed the gradient of the bias."""
-    steps = TemplateSteps
-    with (
-        config.patch(step_kernel="triton"),
-        mock.patch.object(
-            steps, "forward", autospec=True, side_effect=steps.forward
-        ) as f,
-        mock.patch.object(
-            steps, "gradients", autospec=True, side_effect=steps.gradients
-        ) as b,
-        mock.patch.object(
-            steps,
-            "add_bias_gradient",
-            autospec=True,
-            side_effect=steps.add_bias_gradient,
-        ) as of_bias,
-    ):
+    """Results; of how many sources steps, their backward and gradients of a bias."""
+    with launches("forward", "gradients", "add_bias_gradient") as counted:
         got = run_masked(case)
-    of_gradients = b.call_count // 2  # dk and dv, and dq
-    return got, (f.call_count, of_gradients), of_bias.call_count
+    forward, backward, of_bias = (x.call_count for x in counted)
+    return got, (forward, backward // 2), of_bias  # dk and dv, and dq
 
 
 def run_and_check(interpreters, case):
-    results = interpreters[case.world].run(run_on_templates, case, timeout=170.0)
+    results = interpreters[case.world].run(run_and_count, case, timeout=170.0)
     check_masked(case, results[0][0])
-    return [calls for _, calls in results]
+    return [calls for _, calls, _ in results]
 
 
 @pytest.mark.parametrize("mask", RANGES)
@@ -156,13 +154,7 @@ def run_decoding() -> tuple[Tensor, Tensor, Tensor]:
     bias[:, 1, 3:30] = -torch.inf
     group = init_device_mesh("cpu", (1,)).get_group().group_name
     operands = (q, k, v, 1, 40, False, 0.3, group)
-    steps = TemplateSteps
-    with (
-        config.patch(step_kernel="triton"),
-        mock.patch.object(
-            steps, "forward", autospec=True, side_effect=steps.forward
-        ) as forward,
-    ):
+    with launches("forward") as (forward,):
         out, _ = attention("split_kv")(*operands, bias=bias)
     assert forward.call_count == 1
     found = []

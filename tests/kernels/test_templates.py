@@ -1,7 +1,4 @@
-"""The step kernels in Triton's interpreter equal a plain softmax in float64.
-
-The reference and the limits on errors are those of tests/kernels/step_cases.py.
-"""
+"""The step kernels in Triton's interpreter equal a plain softmax in float64."""
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from cpcompile.kernels.constants import (
 )
 from cpcompile.kernels.render import rendered
 from cpcompile.ops.step.dropout import Dropout
-from tests.kernels.step_cases import SMALL, StepCase
+from tests.kernels.step_cases import SMALL, StepCase, low_cases
 from tests.kernels.step_check import run_and_check
 
 MASKS = [
@@ -86,6 +83,7 @@ DTYPES = [
         (Visible(keys=(7, 50)), 64, True, True),
     )
 ] + [StepCase(CAUSAL, final=True), StepCase(NOTHING, dtype=torch.bfloat16, final=True)]
+CAP_AND_DROPOUT = {"softcap": 1.0, "dropout_p": 0.1}
 # Softcaps at which most scores are bent, and hardly any.
 CHANGED = [
     StepCase(ALL, softcap=0.5),
@@ -102,45 +100,13 @@ CHANGED = [
     StepCase(upper="next_document", lower="document", softcap=1.0, dropout_p=0.25),
     StepCase(CAUSAL, heads=6, kv_heads=2, batch=2, softcap=1.0, dropout_p=0.5),
     StepCase(CAUSAL, config=StepConfig(16, 64, 4, 1), softcap=1.0, dropout_p=0.5),
-    *(
-        StepCase(
-            visible,
-            upper=upper,
-            rows=70,
-            dtype=dtype,
-            head_dim=24,
-            value_dim=40,
-            accumulate=accumulate,
-            final=final,
-            softcap=1.0,
-            dropout_p=0.1,
-        )
-        for dtype in (torch.bfloat16, torch.float16)
-        for visible, upper, accumulate, final in (
-            (ALL, "causal", True, False),
-            (Visible(keys=(7, 50)), None, False, True),
-        )
-    ),
+    *low_cases(ALL, upper="causal", **CAP_AND_DROPOUT),
+    *low_cases(Visible(keys=(7, 50)), accumulate=False, final=True, **CAP_AND_DROPOUT),
 ]
 
 
-@pytest.mark.parametrize("case", MASKS, ids=str)
-def test_mask(interpreter, case):
-    run_and_check(interpreter, case)
-
-
-@pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_shape(interpreter, case):
-    run_and_check(interpreter, case)
-
-
-@pytest.mark.parametrize("case", DTYPES, ids=str)
-def test_dtype(interpreter, case):
-    run_and_check(interpreter, case)
-
-
-@pytest.mark.parametrize("case", CHANGED, ids=str)
-def test_softcap_and_dropout(interpreter, case):
+@pytest.mark.parametrize("case", [*MASKS, *SHAPES, *DTYPES, *CHANGED], ids=str)
+def test_step(interpreter, case):
     run_and_check(interpreter, case)
 
 

@@ -312,10 +312,7 @@ def _copied(tensors: dict[str, Tensor], gradients: bool = True) -> dict[str, Ten
 
 
 def _reference(program: SampleProgram, cut: Cut) -> dict[str, Any]:
-    """Return what one process gives; without gradients where torch has none.
-
-    From then on the inputs of the program need none, too.
-    """
+    """Return what one process gives; without gradients where torch has none."""
     try:
         return values_of(program.forward(cut), program.tensors)
     except Exception:  # of the backward, or of the forward: then it raises again

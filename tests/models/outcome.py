@@ -140,10 +140,7 @@ def _exact(case: Case, setting: Setting, model: Any) -> dict[str, Tensor]:
 
 
 def _other_order(case: Case, setting: Setting) -> dict[str, Tensor]:
-    """Gradients in float32 with other orders of summation.
-
-    The rows of the batch are in another order, and experts are products of single rows.
-    """
+    """Gradients in float32 with other orders of summation."""
     model: Any = make_model(case)
     set_experts(model, "batched_mm")
     found = run_steps(case, setting, model, _rows_reversed(model))

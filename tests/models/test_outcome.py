@@ -36,10 +36,6 @@ def got(**changes):
     return PLAIN | {name.replace("_", " "): x for name, x in changes.items()}
 
 
-def test_equal_is_exact():
-    assert compare(PLAIN, EXACT, PLAIN) == (0.0, [])
-
-
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
@@ -75,36 +71,36 @@ def test_noise_in_a_gradient_that_is_zero():
 
 
 def test_as_inexact_as_one_process_is_exact():
+    """Of several rough results the worst counts."""
+    assert compare(PLAIN, EXACT, PLAIN) == (0.0, [])
     plain = PLAIN | {"loss": torch.tensor(2 + 2**-10)}
     within, beyond = (
         got(loss=torch.tensor(2 - share * TIMES * 2**-10)) for share in (0.9, 1.1)
     )
-    assert compare(within, EXACT, plain)[1] == []
+    assert compare(within, EXACT, PLAIN)[1] != []
+    for rough in ((plain,), (PLAIN, plain), (plain, PLAIN)):
+        assert compare(within, EXACT, *rough)[1] == []
     (text,) = compare(beyond, EXACT, plain)[1]
     assert text == "loss: error 0.0043, allowed 0.00391"
 
 
-def test_the_worst_rough_result_counts():
-    plain = PLAIN | {"loss": torch.tensor(2 + 2**-10)}
-    near = got(loss=torch.tensor(2 - 2**-10))
-    assert compare(near, EXACT, PLAIN)[1] != []
-    for order in ((PLAIN, plain), (plain, PLAIN)):
-        assert compare(near, EXACT, *order)[1] == []
+LESS = {name: x for name, x in PLAIN.items() if name != "grad weight"}
 
 
-def test_missing_and_additional_gradients():
-    less = {name: x for name, x in PLAIN.items() if name != "grad weight"}
-    assert compare(less, EXACT, PLAIN)[1] == ["grad weight is missing"]
-    more = PLAIN | {"grad other": torch.tensor([0.0, 1.0])}
-    text = "grad other is there, but not in one process"
-    assert compare(more, EXACT, PLAIN)[1] == [text]
-    unused = PLAIN | {"grad other": torch.zeros(2)}
-    assert compare(unused, EXACT, PLAIN)[1] == []
-
-
-def test_another_shape_is_wrong():
-    _, mistakes = compare(PLAIN | {"loss": torch.tensor([2.0])}, EXACT, PLAIN)
-    assert mistakes == ["loss has shape [1], not []"]
+@pytest.mark.parametrize(
+    ("values", "mistakes"),
+    [
+        (LESS, ["grad weight is missing"]),
+        (
+            PLAIN | {"grad other": torch.tensor([0.0, 1.0])},
+            ["grad other is there, but not in one process"],
+        ),
+        (PLAIN | {"grad other": torch.zeros(2)}, []),  # unused
+        (PLAIN | {"loss": torch.tensor([2.0])}, ["loss has shape [1], not []"]),
+    ],
+)
+def test_missing_and_additional_gradients(values, mistakes):
+    assert compare(values, EXACT, PLAIN)[1] == mistakes
 
 
 @pytest.fixture
@@ -172,16 +168,16 @@ def test_mixers_are_counted_by_strategy():
     assert mixer_counts(()) == mixer_counts((), "states") == ""
 
 
-def test_each_strategy_is_forced_on_mixers():
+def test_settings_of_cases_differ_and_each_strategy_is_forced_on_mixers():
     """Ring and Ulysses only where there is attention."""
     for case in CASES.values():
-        forced = {(x.world, x.mixers) for x in settings(case) if x.mixers != "auto"}
+        found = settings(case)
+        assert len(set(found)) == len(found)
+        assert settings(case, quick=True) == found[:2]
+        forced = {(x.world, x.mixers) for x in found if x.mixers != "auto"}
         both = {(n, how) for n in (2, 4) for how in ("exchange", "states")}
         assert forced == (both if case.mixers else set())
-        assert case.attention or all(x.strategy == "auto" for x in settings(case))
-
-
-def test_options_of_both_kinds():
+        assert case.attention or all(x.strategy == "auto" for x in found)
     both = Setting(strategy="ring", mixers="states").options()["strategy"]
     assert both == "ring, states"
     assert Setting(strategy="ring").options()["strategy"] == "ring"
@@ -192,13 +188,6 @@ def test_records_can_be_read_again():
     kept = {"warnings": ("x",), "graphs": 2, "mixers": ("states", "states")}
     run = Outcome("a/b", setting, Verdict.EXACT, 1e-6, **kept)
     assert Outcome.from_json(run.as_json()) == run
-
-
-def test_every_setting_of_a_case_is_another_one():
-    for case in CASES.values():
-        found = settings(case)
-        assert len(set(found)) == len(found)
-        assert settings(case, quick=True) == found[:2]
 
 
 def test_messages_name_files_without_their_folders():

@@ -11,11 +11,13 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
+from cpcompile import logs
 from cpcompile.reporting.graph_report import recording
+from tests.cpu.against_one_process import Comparison, warnings
 from tests.cpu.attention_cases import sequence_mesh
 from tests.models.families.vision_language import FAMILIES, Inputs
 from tests.models.torchvision_schemas import define_schemas
-from tests.support.bounds import Deviation, Values, check, deviations, in_one_process
+from tests.support.bounds import Values, deviations, in_one_process
 
 
 def of_dtype(inputs: Inputs, model: Any) -> Inputs:
@@ -52,10 +54,11 @@ def trained(call: Any, model: Any, inputs: Inputs, features: tuple[str, ...]) ->
     return {"loss": loss.detach(), **grads}
 
 
-def compared(name: str) -> tuple[list[Deviation], int, float]:
-    """Deviations, graph breaks, and the work of both ranks over one device's."""
+def compared(name: str) -> tuple[Comparison, int, float]:
+    """Deviations and warnings, graph breaks, and the work over one device's."""
     define_schemas()  # before models of transformers are imported
     torch._dynamo.reset()
+    logs.warn_once.cache_clear()
     counters.clear()
     family = FAMILIES[name]
     torch.manual_seed(0)
@@ -71,21 +74,25 @@ def compared(name: str) -> tuple[list[Deviation], int, float]:
     options = {"mesh": mesh, "inner": "aot_eager"}
     no_check = mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
     settings = torch._dynamo.config.patch(**family.settings)
-    with no_check, settings, recording() as reports:
+    with no_check, settings, recording() as reports, warnings() as texts:
         compiled = torch.compile(model, backend="cp", options=options)
         found = trained(compiled, model, inputs, family.features)
     work = [account.work for report in reports for account in report.accounts]
     share = sum(x.flops for x in work) / sum(x.whole_flops for x in work)
     ratio = share * torch.distributed.get_world_size()
-    return deviations(found, *wanted), len(counters["graph_break"]), ratio
+    comparison = Comparison(deviations(found, *wanted), texts)
+    return comparison, len(counters["graph_break"]), ratio
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_training_step(pools, name):
+@pytest.mark.parametrize(
+    ("name", "world"), [*((name, 2) for name in FAMILIES), ("qwen3_vl", 3)]
+)
+def test_a_training_step(pools, name, world):
     pytest.importorskip("transformers")
     family = FAMILIES[name]
-    for found, breaks, ratio in pools[2].run(compared, name, timeout=160):
-        check(found)
+    for found, breaks, ratio in pools[world].run(compared, name, timeout=160):
+        found.check()
+        assert name != "qwen3_vl" or found.warnings == []
         assert breaks == family.breaks
         assert ratio <= family.work

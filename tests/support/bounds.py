@@ -1,8 +1,4 @@
-"""Checks of tensors by the bounds of `cpcompile.apps.verification.bounds`.
-
-Note [Derived bounds] is there: a bound follows from the dtype and from the error of one
-process. `cp.verify` compares users' models by the same bounds.
-"""
+"""Checks by the bounds of cpcompile.apps.verification.bounds, Note [Derived bounds]."""
 
 from __future__ import annotations
 

@@ -49,10 +49,7 @@ class Windows(nn.Module):
 
 
 class Stages(nn.Module):
-    """x: [B, 3, H, W] -> [B, 5]. Patches, windows, a quarter of the tokens, windows.
-
-    The second windows are shifted; a mask keeps apart what the shift brings together.
-    """
+    """x: [B, 3, H, W] -> [B, 5]. Patches, windows, a quarter of the tokens, windows."""
 
     def __init__(self):
         super().__init__()

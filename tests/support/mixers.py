@@ -145,19 +145,25 @@ class LongConvolution(Mixer):
         return q * mixed.transpose(1, 2) * k
 
 
-class ShortConvolutions(LinearAttention):
-    """Short causal convolutions of each channel before the mixer, as in Mamba."""
+class Convolved(Mixer):
+    """Has a short causal convolution of each channel."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__(width)
         self.convolution = nn.Conv1d(width, width, 4, groups=width, padding=3)
 
-    def mix(self, q, k, v):
-        q, k, v = (
+    def convolved(self, *given: Tensor) -> list[Tensor]:
+        return [
             self.convolution(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
-            for x in (q, k, v)
-        )
-        return super().mix(q, k, v)
+            for x in given
+        ]
+
+
+class ShortConvolutions(Convolved, LinearAttention):
+    """Short causal convolutions of each channel before the mixer, as in Mamba."""
+
+    def mix(self, q, k, v):
+        return super().mix(*self.convolved(q, k, v))
 
 
 class AfterStem(LinearAttention):
@@ -197,16 +203,11 @@ class MinGRU(Mixer):
         return v * (kept + torch.logcumsumexp(-F.softplus(-q) + k - kept, 1)).exp()
 
 
-class ConvolvedGRU(MinGRU):
+class ConvolvedGRU(Convolved, MinGRU):
     """Short convolutions before a mixer that keeps any number of channels apart."""
 
-    def __init__(self, width: int = 32) -> None:
-        super().__init__(width)
-        self.convolution = nn.Conv1d(width, width, 4, groups=width, padding=3)
-
     def mix(self, q, k, v):
-        q, k = (self.convolution(x.mT)[..., : x.shape[1]].mT for x in (q, k))
-        return super().mix(q, k, v)
+        return super().mix(*self.convolved(q, k), v)
 
 
 class GatedScan(Mixer):

@@ -1,7 +1,4 @@
-"""Models that take tokens apart: slices, shifts, picks and joined sequences.
-
-Each has an embedding, an attention, and a head that is a function of its name.
-"""
+"""Models that take tokens apart: slices, shifts, picks and joined sequences."""
 
 from __future__ import annotations
 

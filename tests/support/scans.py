@@ -60,10 +60,7 @@ class Elman(Mixer):
 
 
 class Associative(Mixer):
-    """The operator that associative_scan becomes on a GPU.
-
-    Its gradient in torch is wrong; one process makes the same steps one by one.
-    """
+    """The operator of associative_scan on a GPU, whose gradient in torch is wrong."""
 
     def mix(self, q, k, v):
         def combine(gate, x, next_gate, next_x):

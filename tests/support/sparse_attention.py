@@ -80,10 +80,7 @@ class ScoresOfBlocks(Indexed):
 
 
 class Compressed(nn.Module):
-    """Attention to near keys, and to weighted sums of windows that overlap.
-
-    Of the sums those are seen whose scores are highest, and whose tokens are past.
-    """
+    """Attention to near keys, and to weighted sums of windows that overlap."""
 
     RATE = 4
 

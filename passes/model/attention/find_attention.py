@@ -97,10 +97,11 @@ def _read(node: fx.Node, transformed: bool) -> AttentionCall:
         lse=next((x for x in node.users if x.target is log_sum_exp), None),
     )
     grouped = bool(fake_value(arguments["enable_gqa"]))
+    why_not = _IN_TRANSFORM if transformed else _unsupported(call, grouped)
     return AttentionCall(
         **call.__dict__
         | {
-            "unsupported": _IN_TRANSFORM if transformed else _unsupported(call, grouped),
+            "unsupported": why_not,
             "already_local": already_local(node),
         }
     )

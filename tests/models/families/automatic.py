@@ -158,10 +158,7 @@ def _library(kind: str) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def automatic_case(name: str) -> Case:
-    """The case of a family, of a name that begins with PREFIX.
-
-    Raises: NoConfigurationError.
-    """
+    """The case of a family, of a name that begins with PREFIX."""
     kind, family = name.removeprefix(PREFIX).split("/")
     define_schemas()
     if kind not in CLASSES:

@@ -105,10 +105,7 @@ def has_plan(family: str) -> bool:
 
 
 def parts(family: str) -> tuple[Callable[[], nn.Module], Callable[[int], Any]]:
-    """What makes the model, and what makes its inputs.
-
-    Raises: NoConfigurationError.
-    """
+    """What makes the model, and what makes its inputs."""
     problem = ""
     for unset in range(UNSET + 1):
         make = functools.partial(model, family, unset)
@@ -170,10 +167,7 @@ def _recipes(family: str, unset: int, module: Any) -> Iterator[Recipe]:
 
 
 def inputs_of(family: str, recipe: Recipe, _: int = 0) -> dict[str, Any]:
-    """Keyword arguments of the forward.
-
-    Raises: NoConfigurationError, if one is needed whose name says nothing.
-    """
+    """Keyword arguments of the forward."""
     found = {}
     for name, parameter in inspect.signature(_class(family).forward).parameters.items():
         said = str(parameter.annotation)

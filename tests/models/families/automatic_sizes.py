@@ -144,10 +144,7 @@ def accepted(make: Callable[..., Any], sizes: dict[str, Any]) -> Any:
 
 
 def parameters(make: Callable[[], nn.Module]) -> int:
-    """How many parameters a model has; nothing is allocated.
-
-    Raises: NoConfigurationError, if there are too many.
-    """
+    """How many parameters a model has; nothing is allocated."""
     with torch.device("meta"):
         count = sum(x.numel() for x in make().parameters())
     if count > LARGEST:

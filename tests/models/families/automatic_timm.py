@@ -50,10 +50,7 @@ def model(name: str, sizes: tuple[tuple[str, Any], ...]) -> nn.Module:
 
 
 def parts(family: str) -> tuple[Callable[[], nn.Module], Callable[[int], Any]]:
-    """What makes the smallest model of a module, and what makes its inputs.
-
-    Raises: NoConfigurationError.
-    """
+    """What makes the smallest model of a module, and what makes its inputs."""
     problems: list[str] = []
     for own_side in (False, True):
         counts = {}

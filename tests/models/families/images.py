@@ -1,7 +1,4 @@
-"""Models of images, of transformers and timm, and of images with texts.
-
-Their tokens are patches, made inside of the model: no input has a sequence dimension.
-"""
+"""Models of images, of transformers and timm, and of images with texts."""
 
 from __future__ import annotations
 

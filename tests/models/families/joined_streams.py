@@ -1,8 +1,4 @@
-"""Small models whose streams of tokens are joined, split, or grow on their way.
-
-Each has two layers, so that something between two attention calls, and something after
-the last one, can be computed once or on every rank.
-"""
+"""Small models whose streams of tokens are joined, split, or grow on their way."""
 
 from __future__ import annotations
 

@@ -61,69 +61,66 @@ def image(size: int, *more: int) -> dict[str, Tensor]:
 Inputs = dict[str, Tensor]
 
 
-def qwen2_5_vl() -> tuple[nn.Module, Inputs]:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+def of(name: str, inputs: Inputs, **given: Any) -> tuple[nn.Module, Inputs]:
+    """A model of transformers by its name, of which the text has the sizes of TEXT."""
+    import transformers
 
+    given["text_config"] = TEXT | given["text_config"]
+    config = getattr(transformers, f"{name}Config")(**given)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config), inputs
+
+
+def qwen2_5_vl() -> tuple[nn.Module, Inputs]:
     tower = {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
-    text = {**TEXT, "rope_parameters": ROPE}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, **QWEN_TOKENS)
-    return Qwen2_5_VLForConditionalGeneration(config), of_qwen()
+    parts = {"text_config": {"rope_parameters": ROPE}, "vision_config": tower}
+    return of("Qwen2_5_VL", of_qwen(), **parts, **QWEN_TOKENS)
 
 
 def qwen3_vl() -> tuple[nn.Module, Inputs]:
     """Features of a lower block are added to hidden states of a layer, too."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    tower = {**QWEN_TOWER, "num_position_embeddings": 16}
-    tower["deepstack_visual_indexes"] = [0]
-    text = {**TEXT, "head_dim": 8, "rope_parameters": ROPE}
-    config = Qwen3VLConfig(text_config=text, vision_config=tower, **QWEN_TOKENS)
-    return Qwen3VLForConditionalGeneration(config), of_qwen()
+    tower = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    text = {"head_dim": 8, "rope_parameters": ROPE}
+    parts = {"text_config": text, "vision_config": QWEN_TOWER | tower}
+    return of("Qwen3VL", of_qwen(), **parts, **QWEN_TOKENS)
 
 
 def of_qwen() -> Inputs:
+    """Patches of an image, whose size is data."""
     inputs = prompts()
     inputs["input_ids"][:, 4] = START
-    grid = torch.tensor([[1, 4, 4]] * BATCH)
-    return {
-        **inputs,
+    return inputs | {
         "pixel_values": torch.randn(16 * BATCH, 3 * 2 * 4 * 4),
-        "image_grid_thw": grid,
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH),
         "mm_token_type_ids": (inputs["input_ids"] == IMAGE).long(),
     }
 
 
 def gemma3() -> tuple[nn.Module, Inputs]:
     """Tokens of an image see each other both ways."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    text = {**TEXT, "head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}
-    config = Gemma3Config(
-        text_config=text,
+    inputs = prompts() | image(16)
+    inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
+    return of(
+        *("Gemma3", inputs),
+        text_config={"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8},
         vision_config={**TOWER, "image_size": 16, "patch_size": 4},
         mm_tokens_per_image=FEATURES,
         image_token_index=IMAGE,
         boi_token_index=START,
         eoi_token_index=END,
     )
-    inputs = prompts()
-    types = {"token_type_ids": (inputs["input_ids"] == IMAGE).long()}
-    return Gemma3ForConditionalGeneration(config), {**inputs, **image(16), **types}
 
 
 def gemma4() -> tuple[nn.Module, Inputs]:
     """Patches come with their places, and how many tokens they give is data."""
-    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
-
     text = {
         "head_dim": 8,
         "global_head_dim": 8,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 64,
         "sliding_window": 16,
+        "pad_token_id": 0,
         "layer_types": ["sliding_attention", "full_attention"],
         "use_bidirectional_attention": "vision",
-        "pad_token_id": 0,
     }
     tower = {
         "num_key_value_heads": 2,
@@ -132,112 +129,89 @@ def gemma4() -> tuple[nn.Module, Inputs]:
         "patch_size": 4,
         "position_embedding_size": 16,
     }
-    config = Gemma4Config(
-        text_config={**TEXT, **text},
-        vision_config={**TOWER, **tower},
-        image_token_id=IMAGE,
-        boi_token_id=START,
-        eoi_token_id=END,
-        video_token_id=VIDEO,
-    )
-    inputs = prompts()
     places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)
-    more = {
+    inputs = prompts()
+    inputs |= {
         "pixel_values": torch.randn(BATCH, 16, 3 * 4 * 4),
         "image_position_ids": places.expand(BATCH, -1, -1).clone(),
         "mm_token_type_ids": (inputs["input_ids"] == IMAGE).long(),
     }
-    return Gemma4ForConditionalGeneration(config), {**inputs, **more}
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    tokens |= {"boi_token_id": START, "eoi_token_id": END}
+    parts = {"text_config": text, "vision_config": TOWER | tower}
+    return of("Gemma4", inputs, **parts, **tokens)
 
 
 def paligemma() -> tuple[nn.Module, Inputs]:
     """The prompt is seen both ways, the answer causally."""
-    from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
-
     tower = {"model_type": "siglip_vision_model", "projection_dim": 32}
-    config = PaliGemmaConfig(
+    inputs = prompts(first=0) | image(8)
+    inputs["token_type_ids"] = torch.ones_like(inputs["input_ids"])
+    inputs["token_type_ids"][:, :8] = 0
+    return of(
+        *("PaliGemma", inputs),
         vision_config={**TOWER, **tower, "image_size": 8, "patch_size": 4},
-        text_config={**TEXT, "model_type": "gemma", "head_dim": 8},
+        text_config={"model_type": "gemma", "head_dim": 8},
         image_token_index=IMAGE,
         projection_dim=32,
         hidden_size=32,
     )
-    inputs = prompts(first=0)
-    types = torch.ones_like(inputs["input_ids"])
-    types[:, :8] = 0
-    more = {**image(8), "token_type_ids": types}
-    return PaliGemmaForConditionalGeneration(config), {**inputs, **more}
 
 
 def llava() -> tuple[nn.Module, Inputs]:
-    from transformers import (
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-    )
-
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**TOWER, image_size=8, patch_size=4),
-        text_config=LlamaConfig(**TEXT),
+    tower = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}
+    model, inputs = of(
+        *("Llava", prompts() | image(8)),
+        vision_config=TOWER | tower,
+        text_config={"model_type": "llama"},
         image_token_index=IMAGE,
         vision_feature_layer=-1,
     )
-    model = LlavaForConditionalGeneration(config)
-    model.model.vision_tower.post_layernorm.requires_grad_(False)  # of no feature
-    return model, {**prompts(), **image(8)}
+    norm = model.get_submodule("model.vision_tower.post_layernorm")
+    norm.requires_grad_(False)  # of no feature
+    return model, inputs
 
 
 def internvl() -> tuple[nn.Module, Inputs]:
-    from transformers import InternVLConfig, InternVLForConditionalGeneration
-
-    config = InternVLConfig(
+    return of(
+        *("InternVL", prompts() | image(16)),
         vision_config={**TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
-        text_config={**TEXT, "model_type": "qwen2"},
+        text_config={"model_type": "qwen2"},
         image_token_id=IMAGE,
         image_seq_length=FEATURES,
         downsample_ratio=0.5,
     )
-    return InternVLForConditionalGeneration(config), {**prompts(), **image(16)}
 
 
 def idefics3() -> tuple[nn.Module, Inputs]:
     """Images that are padding, all zeros, are left out: how many is data."""
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
-
-    config = Idefics3Config(
+    return of(
+        *("Idefics3", prompts() | image(16, 1)),
         vision_config={**TOWER, "image_size": 16, "patch_size": 4},
-        text_config={**TEXT, "model_type": "llama", "pad_token_id": 0},
+        text_config={"model_type": "llama", "pad_token_id": 0},
         image_token_id=IMAGE,
         scale_factor=2,
         pad_token_id=0,
     )
-    return Idefics3ForConditionalGeneration(config), {**prompts(), **image(16, 1)}
 
 
 def llama4() -> tuple[nn.Module, Inputs]:
     """Layers of experts, which are given the tokens of all rows at once."""
-    from transformers import Llama4Config, Llama4ForConditionalGeneration
-
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0}
     text = {"head_dim": 8, "intermediate_size_mlp": 64, "attention_chunk_size": 16}
-    tower = {
-        "intermediate_size": 128,
-        "image_size": 16,
-        "patch_size": 4,
-        "pixel_shuffle_ratio": 0.5,
-        "projector_input_dim": 32,
-        "projector_output_dim": 32,
-        "vision_output_dim": 32,
-    }
-    config = Llama4Config(
-        text_config={**TEXT, **text, **experts, "pad_token_id": 0},
-        vision_config={**TOWER, **tower},
+    dims = ("projector_input_dim", "projector_output_dim", "vision_output_dim")
+    tower = {"intermediate_size": 128, "image_size": 16, "patch_size": 4}
+    return of(
+        *("Llama4", prompts() | image(16)),
+        text_config=text | experts,
+        vision_config=TOWER
+        | tower
+        | {"pixel_shuffle_ratio": 0.5}
+        | dict.fromkeys(dims, 32),
         image_token_index=IMAGE,
         boi_token_index=START,
         eoi_token_index=END,
     )
-    return Llama4ForConditionalGeneration(config), {**prompts(), **image(16)}
 
 
 @dataclass(frozen=True)

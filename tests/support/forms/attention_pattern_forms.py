@@ -188,10 +188,7 @@ def of_all_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def low_then_added(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As GPT-2 with padding in older transformers; the scale is a constant tensor.
-
-    The first query sees no key: it gives the mean of all values but the second.
-    """
+    """As GPT-2 with padding in older transformers; the scale is a constant tensor."""
     scale = torch.full([], 2.0, dtype=q.dtype, device=q.device)
     low = torch.full((), lowest(q), dtype=q.dtype, device=q.device)
     padding = torch.zeros(1, 1, 1, q.shape[-2], dtype=q.dtype)

@@ -1,7 +1,4 @@
-"""Models whose large values are token-wise, and look-alikes that are not.
-
-B = 2, S = 192 tokens, D = 8, V = 160 words, F = 64 hidden.
-"""
+"""Models whose large values are token-wise, and look-alikes that are not."""
 
 from __future__ import annotations
 

@@ -6,31 +6,16 @@ import sys
 import pytest
 
 import cpcompile as cp
-from cpcompile.apps.cli.main import main
 from cpcompile.cost.plain_data import to_dict
+from tests.unit.cli.test_cli import LLAMA, run
 
-LLAMA = ("plan", "--model", "llama3-8b", "--seq", "8192")
-
-
-def run(capsys, *arguments):
-    """(exit code, stdout, stderr) of the command in this process."""
-    code = main(arguments)
-    out, err = capsys.readouterr()
-    return code, out, err
+SIZES = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "seq": 8192}
 
 
 def test_one_number_of_ranks_prints_every_candidate(capsys):
     code, out, err = run(capsys, *LLAMA, "--cp", "4", "--layout", "contiguous")
     assert (code, err) == (0, "")
-    expected = cp.plan(
-        batch=1,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        seq=8192,
-        ranks=4,
-        layout="contiguous",
-    )
+    expected = cp.plan(**SIZES, ranks=4, layout="contiguous")
     described, rates, empty, decision, header, *rows = out.splitlines()
     assert described == (
         "llama3-8b, 32 layers: 8192 tokens, batch 1, 32 query and 8 key/value heads, "
@@ -58,14 +43,8 @@ def test_one_number_of_ranks_prints_every_candidate(capsys):
 def test_a_sweep_prints_a_line_per_number_of_ranks(capsys):
     code, out, _ = run(capsys, *LLAMA, "--cp", "1..1024")
     assert code == 0
-    table = out.splitlines()[3:]
-    assert [line.split()[0] for line in table] == [
-        "ranks",
-        *(str(2**i) for i in range(11)),
-    ]
-
-
-def test_a_sweep_with_candidates_prints_them_all(capsys):
+    numbers = [line.split()[0] for line in out.splitlines()[3:]]
+    assert numbers == ["ranks", *(str(2**i) for i in range(11))]
     _, out, _ = run(capsys, *LLAMA, "--cp", "2,4", "--candidates")
     assert out.count("excluded because") == 2
     assert "2 ranks: " in out and "4 ranks: " in out
@@ -83,28 +62,15 @@ def test_a_number_of_ranks_without_a_plan_stays_in_the_sweep(capsys):
 
 
 def test_json_is_the_plan(capsys):
-    code, out, err = run(
-        capsys,
-        *(*LLAMA, "--cp", "8", "--json", "--override", "merge_bytes_per_element=44"),
-        *("--direction", "forward", "--dtype", "float32", "--ranks-per-node", "4"),
-        *(
-            "--memory-budget",
-            "1GiB",
-            "--batch",
-            "2",
-            "--hardware",
-            "A100",
-            "--relayout",
-        ),
+    given = (
+        "--cp 8 --json --override merge_bytes_per_element=44 --direction forward "
+        "--dtype float32 --ranks-per-node 4 --memory-budget 1GiB --batch 2 "
+        "--hardware A100 --relayout"
     )
+    code, out, err = run(capsys, *LLAMA, *given.split())
     assert (code, err) == (0, "")
     expected = cp.plan(
-        batch=2,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        seq=8192,
-        ranks=8,
+        **SIZES | {"batch": 2, "ranks": 8},
         direction="forward",
         dtype="float32",
         ranks_per_node=4,
@@ -116,30 +82,24 @@ def test_json_is_the_plan(capsys):
     assert json.loads(out) == json.loads(json.dumps(to_dict(expected)))
 
 
-def test_values_may_have_another_head_dim(capsys):
-    code, out, _ = run(
-        capsys, "plan", "--model", "deepseek-v3", "--seq", "4k", "--cp", "8", "--json"
-    )
-    workload = json.loads(out)["workload"]
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        (
+            "--heads 12 --kv-heads 4 --head-dim 64 --no-causal --seq 1k",
+            {"heads": 12, "kv_heads": 4, "head_dim": 64, "causal": False},
+        ),
+        ("--model llama3-8b --kv-heads 32 --seq 8k", {"kv_heads": 32}),
+        (
+            "--model deepseek-v3 --seq 4k",
+            {"head_dim": 192, "value_dim": 128, "q_len": 4096},
+        ),
+    ],
+)
+def test_sizes_instead_of_a_name_or_beside_it(capsys, arguments, sizes):
+    code, out, _ = run(capsys, "plan", *arguments.split(), "--cp", "2", "--json")
     assert code == 0
-    assert (workload["head_dim"], workload["value_dim"]) == (192, 128)
-    assert workload["q_len"] == 4096
-
-
-def test_sizes_instead_of_a_name(capsys):
-    sizes = ("--heads", "12", "--kv-heads", "4", "--head-dim", "64", "--no-causal")
-    code, out, _ = run(capsys, "plan", *sizes, "--seq", "1k", "--cp", "2", "--json")
-    workload = json.loads(out)["workload"]
-    assert code == 0
-    assert [workload[key] for key in ("heads", "kv_heads", "head_dim", "causal")] == [
-        *(12, 4, 64),
-        False,
-    ]
-
-
-def test_sizes_beside_a_name_replace_those_of_the_model(capsys):
-    _, out, _ = run(capsys, *LLAMA, "--kv-heads", "32", "--cp", "2", "--json")
-    assert json.loads(out)["workload"]["kv_heads"] == 32
+    assert sizes.items() <= json.loads(out)["workload"].items()
 
 
 def test_windowed_layers_are_said_not_to_be_counted(capsys):

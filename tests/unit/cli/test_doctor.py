@@ -82,26 +82,28 @@ def test_exit_codes_and_json(capsys, monkeypatch):
     assert main(["doctor"]) == 0
 
 
-def test_probes_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr(inductor_compat, "problems", lambda: ("a.b:c takes no x",))
+PROBLEM = "a.b:c takes no x"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "result", "ring"),
+    [
+        (inductor_compat, "problems", lambda: (PROBLEM,), "unrolled"),
+        (ring_probe, "ring_problem", lambda device: PROBLEM, "refused"),
+    ],
+)
+def test_probes_that_do_not_fit(monkeypatch, module, name, result, ring):
+    monkeypatch.setattr(module, name, result)
     found = finding("probe 1")
     assert found.problem == (
-        "a.b:c takes no x; rings are not unrolled, and their steps are eager operators"
+        f"{PROBLEM}; rings are not unrolled, and their steps are eager operators"
     )
     assert found.fix == "install torch 2.13 to 2.15, or report it with this output"
-    count = len(inductor_compat.PROBES)
-    assert finding("probes").value == f"{count - 1} of {count} fit"
-
-
-def test_a_ring_that_is_not_unrolled(monkeypatch):
-    problem = "a tiny ring: LoweringException: no attribute 'a'"
-    monkeypatch.setattr(ring_probe, "ring_problem", lambda device: problem)
-    assert finding("tiny ring").value == "refused"
-    found = finding("probe 1")
-    assert found.problem == (
-        f"{problem}; rings are not unrolled, and their steps are eager operators"
-    )
-    assert found.fix is not None
+    if module is ring_probe:
+        assert finding("tiny ring").value == "refused"
+    else:
+        count = len(inductor_compat.PROBES)
+        assert finding("probes").value == f"{count - 1} of {count} fit"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The sizes of well-known models, compared with transformers where it knows them."""
 
-import dataclasses
-
 import pytest
 import transformers
 
@@ -18,11 +16,6 @@ def test_every_preset_is_a_possible_model(preset):
     assert preset.head_dim % 16 == 0
     assert (preset.windowed_layers > 0) == (preset.window > 0)
     assert preset.delta_rules is None or preset.delta_rules.layers > 0
-
-
-def test_presets_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PRESETS["gpt2"].layers = 13  # type: ignore[misc]  # what is tested
 
 
 def config(name):
@@ -82,11 +75,8 @@ def test_mixers_are_those_of_transformers(preset, defaults):
     assert theirs.linear_key_head_dim == theirs.linear_value_head_dim
 
 
-def test_names_are_found_in_any_case():
-    assert find_preset("Llama3-8B") is PRESETS["llama3-8b"]
-
-
 def test_an_unknown_name_lists_all_and_the_nearest():
+    assert find_preset("Llama3-8B") is PRESETS["llama3-8b"]
     with pytest.raises(ValueError) as caught:
         find_preset("qwen3-7b")
     assert str(caught.value) == (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -163,33 +162,33 @@ def test_factorisations_in_both_orders() -> None:
     assert listed == set(factorisations(8))
 
 
-def test_a_tie_goes_to_less_memory_then_fewer_kernels_then_time() -> None:
-    """Where memory is scarce: 100 bytes are more than a small part of 200."""
-    tight = partial(rank, memory_budget=200)
-    fast = candidate(RING, 1.00, peak_extra_bytes=200, kernels=8)
-    small = candidate(ALL_GATHER, 1.04, peak_extra_bytes=100, kernels=9)
-    assert tight([fast, small]) == (small, fast)
-    few = replace(small, peak_extra_bytes=200, kernels=2)
-    assert tight([fast, few]) == (few, fast)
-    equal = replace(small, peak_extra_bytes=200, kernels=8)
-    assert tight([equal, fast]) == (fast, equal)
-    slow = replace(small, seconds=1.06)
-    assert tight([slow, fast]) == (fast, slow)
-    assert tight([small, fast], tie_fraction=0.0) == (fast, small)
+FAST = candidate(RING, 1.00, peak_extra_bytes=200, kernels=8)
+SMALL = candidate(ALL_GATHER, 1.04, peak_extra_bytes=100, kernels=9)
+FEW = replace(SMALL, peak_extra_bytes=200, kernels=2)
 
 
-def test_a_tie_goes_to_fewer_kernels_then_time_where_there_is_memory() -> None:
-    """The large one takes PLENTY of the budget, and no more."""
-    ample = partial(rank, memory_budget=200 / PLENTY)
-    fast = candidate(RING, 1.00, peak_extra_bytes=200, kernels=8)
-    small = candidate(ALL_GATHER, 1.04, peak_extra_bytes=100, kernels=9)
-    assert ample([small, fast]) == (fast, small)
-    few = replace(small, peak_extra_bytes=200, kernels=2)
-    assert ample([fast, few]) == (few, fast)
-    equal = replace(small, kernels=8)
-    assert ample([equal, fast]) == (fast, equal)
-    larger = replace(few, peak_extra_bytes=201)
-    assert ample([larger, fast]) == (fast, larger)
+@pytest.mark.parametrize(
+    ("memory_budget", "first", "second", "options"),
+    [
+        # Where memory is scarce: 100 bytes are more than a small part of 200.
+        (200, SMALL, FAST, {}),
+        (200, FEW, FAST, {}),
+        (200, FAST, replace(FEW, kernels=8), {}),
+        (200, FAST, replace(SMALL, seconds=1.06), {}),
+        (200, FAST, SMALL, {"tie_fraction": 0.0}),
+        # Where there is memory: the large one takes PLENTY of the budget, no more.
+        (200 / PLENTY, FAST, SMALL, {}),
+        (200 / PLENTY, FEW, FAST, {}),
+        (200 / PLENTY, FAST, replace(SMALL, kernels=8), {}),
+        (200 / PLENTY, FAST, replace(FEW, peak_extra_bytes=201), {}),
+    ],
+)
+def test_a_tie_goes_to_less_memory_then_fewer_kernels_then_time(
+    memory_budget, first, second, options
+) -> None:
+    for candidates in ([first, second], [second, first]):
+        found = rank(candidates, memory_budget=memory_budget, **options)
+        assert found == (first, second)
 
 
 def test_excluded_candidates_come_last_and_those_for_memory_before_them() -> None:
@@ -273,13 +272,3 @@ def test_what_groups_hide() -> None:
     assert whole.hidden_seconds == 0 and some.hidden_seconds
     assert whole.exposed_seconds and some.exposed_seconds
     assert some.exposed_seconds < whole.exposed_seconds
-
-
-def test_no_groups_where_ranks_have_other_numbers_of_heads() -> None:
-    with pytest.raises(RewriteError, match="ulysses needs"):
-        choose(
-            replace(TRAINING, heads=20, kv_heads=20),
-            H100,
-            strategy=ULYSSES,
-            memory_budget=2**20,
-        )

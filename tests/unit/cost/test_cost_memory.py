@@ -19,7 +19,7 @@ ULYSSES = CPDegrees(4, 1)
 EVEN = {"kv_heads": 4}  # one for every rank
 
 
-def test_memory_of_the_ring() -> None:
+def test_memory_of_the_ring_and_the_all_gather() -> None:
     forward, backward = (ring.ring_peak_extra_bytes(x) for x in (False, True))
     # k and v sent and received, the sum, and the step's own output.
     assert at(forward) == 2 * KV * 2 + 2 * OUT * 4
@@ -27,14 +27,9 @@ def test_memory_of_the_ring() -> None:
     # Beside them dk and dv, travelling and new; then the results, and the sum of dq.
     assert at(backward) == 2 * KV * 2 + 2 * KV * 4 + KV * 2 + Q * (2 + 4)
     assert at(forward, ranks=1, bytes_per_element=4) == 0
-
-
-def test_memory_of_the_all_gather() -> None:
-    forward, backward = (
-        all_gather.all_gather_peak_extra_bytes(x) for x in (False, True)
-    )
-    assert at(forward) == 2 * 4 * KV * 2  # gathered and joined
-    assert at(backward) == 4 * KV * (2 + 3 * 4) + Q * 4
+    gathered = all_gather.all_gather_peak_extra_bytes
+    assert at(gathered(False)) == 2 * 4 * KV * 2  # gathered and joined
+    assert at(gathered(True)) == 4 * KV * (2 + 3 * 4) + Q * 4
 
 
 def test_memory_of_ulysses() -> None:

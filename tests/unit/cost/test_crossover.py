@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from cpcompile.cost.choose import choose
 from cpcompile.cost.crossover import Interval, region, regions, with_length
 from cpcompile.cost.hardware.profile import load_profile
-from cpcompile.cost.plans import Candidate, Direction, Plan, Strategy, Workload
+from cpcompile.cost.plans import Candidate, Plan, Strategy
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.degrees import CPDegrees
+from tests.unit.cost.cost_cases import LLAMA
 
-CALL = Workload(1, 32, 8, 8192, 8192, 128, 128, 2, False, Direction.FORWARD, 4)
+CALL = replace(LLAMA, causal=False, ranks=4)
 PROFILE = load_profile("a800_pcie")
 
 

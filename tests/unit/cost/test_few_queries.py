@@ -23,6 +23,8 @@ def test_a_token_attends_to_split_keys() -> None:
     others = [c for c in plan.candidates if c is not plan.chosen]
     assert {c.strategy for c in others} == set(SEQUENCE_STRATEGIES)
     assert {c.excluded for c in others} == {"a rank would have no query"}
+    named = choose(TOKEN, H100, strategy=Strategy.RING)
+    assert named.strategy is Strategy.RING and named.chosen.excluded is None
 
 
 def test_a_rank_reads_its_part_of_the_keys() -> None:
@@ -54,11 +56,6 @@ def test_a_rank_reads_its_part_of_the_keys() -> None:
 def test_queries_that_can_be_shared_out(workload) -> None:
     named = {c.strategy for c in choose(workload, H100).candidates}
     assert Strategy.SPLIT_KV not in named
-
-
-def test_a_strategy_that_is_named_is_used() -> None:
-    plan = choose(TOKEN, H100, strategy=Strategy.RING)
-    assert plan.strategy is Strategy.RING and plan.chosen.excluded is None
 
 
 def test_messages_are_partial_results() -> None:

@@ -26,19 +26,14 @@ MACHINE = replace(
     inter_node_latency_seconds=5.0,
 )
 FOUR_CARDS = replace(MACHINE, network_cards_per_node=4.0)
-# Every peer has a link of its own, 7 of them in a node: MI300X.
 MESH = replace(
     MACHINE,
     link_bytes_per_second=10.0,
     collective_bytes_per_second=65.0,
     all_to_all_bytes_per_second=70.0,
 )
-
-
-def gathered(group: Group, machine: object = MACHINE) -> float:
-    """Bytes per second."""
-    assert isinstance(machine, type(MACHINE))
-    return all_gather(machine, group, machine.collective_bytes_per_second)[1]
+# 12 bytes per second out of two ranks that lie behind one bridge
+PAIRS = replace(MACHINE, ranks_per_bridge=2.0, bridge_bytes_per_second=12.0)
 
 
 def test_groups_of_a_factorisation() -> None:
@@ -59,70 +54,78 @@ def test_groups_of_a_factorisation() -> None:
         (Group(2, 16), 1, 8),
     ],
 )
-def test_members_and_groups_on_a_node(
-    group: Group, members: int, groups_per_node: int
-) -> None:
+def test_members_and_groups_on_a_node(group, members, groups_per_node) -> None:
     assert group.on_one_node(MACHINE) == members
     assert group.per_node(MACHINE) == groups_per_node
 
 
 @pytest.mark.parametrize(
-    ("group", "expected"),
+    ("machine", "group", "expected"),
     [
-        (Group(8), (1, 100)),
-        (Group(16), (6, 10)),  # between the nodes; inside of them it would be 100
-        (Group(4, 8), (6, 10)),  # 8 rings, each with a card
-        (Group(4, 2), (1, 100)),
+        (MACHINE, Group(8), (1, 100)),
+        (MACHINE, Group(16), (6, 10)),  # between the nodes; inside it would be 100
+        (MACHINE, Group(4, 8), (6, 10)),  # 8 rings, each with a card
+        (MACHINE, Group(4, 2), (1, 100)),
+        (FOUR_CARDS, Group(16), (6, 10)),  # one rank of a node sends
+        (FOUR_CARDS, Group(4, 4), (6, 10)),
+        (FOUR_CARDS, Group(4, 8), (6, 5)),  # side by side they share the cards
+        (replace(MACHINE, link_bytes_per_second=4.0), Group(16), (6, 4)),
+        (MESH, Group(8), (1, 10)),
+        (PAIRS, Group(8), (1, 100)),  # neighbours do not share a bridge
     ],
 )
-def test_a_ring_is_as_fast_as_its_slowest_hop(
-    group: Group, expected: tuple[float, float]
-) -> None:
-    assert message(MACHINE, group) == expected
+def test_a_ring_is_as_fast_as_its_slowest_hop(machine, group, expected) -> None:
+    assert message(machine, group) == expected
 
 
-def test_rings_side_by_side_share_the_cards() -> None:
-    assert message(FOUR_CARDS, Group(16)) == (6, 10)  # one rank of a node sends
-    assert message(FOUR_CARDS, Group(4, 4)) == (6, 10)
-    assert message(FOUR_CARDS, Group(4, 8)) == (6, 5)
+@pytest.mark.parametrize(
+    ("machine", "group", "rate"),
+    [
+        (MACHINE, Group(8), 90),
+        # 8 chunks of the other node come through 4 cards, while 15 arrive at all ranks.
+        (FOUR_CARDS, Group(16), 4 * 10 * 15 / 8),
+        (MACHINE, Group(16), 90),  # through 8 cards it would be 150
+        (MACHINE, Group(4, 8), 10),
+        (FOUR_CARDS, Group(4, 8), 5),
+        (MESH, Group(2), 10),
+        (MESH, Group(4), 30),
+        (MESH, Group(8), 65),
+        (PAIRS, Group(8), 90),
+    ],
+)
+def test_an_all_gather_enters_a_node_once(machine, group, rate) -> None:
+    found = all_gather(machine, group, machine.collective_bytes_per_second)[1]
+    assert found == pytest.approx(rate)
 
 
-def test_a_network_is_no_faster_than_the_link_to_it() -> None:
-    slow = replace(MACHINE, link_bytes_per_second=4.0)
-    assert message(slow, Group(16)) == (6, 4)
-
-
-def test_collectives_on_a_node() -> None:
-    assert gathered(Group(8)) == 90
-    assert all_to_all(MACHINE, Group(8))[1] == 80
-    assert all_to_all(MACHINE, Group(4, 2))[1] == 80
-
-
-def test_an_all_gather_enters_a_node_once() -> None:
-    # 8 chunks of the other node come through 4 cards, while 15 arrive at every rank.
-    assert gathered(Group(16), FOUR_CARDS) == pytest.approx(4 * 10 * 15 / 8)
-    assert gathered(Group(16)) == 90  # through 8 cards it would be 150
-
-
-def test_an_all_gather_of_one_rank_per_node() -> None:
-    assert gathered(Group(4, 8)) == 10
-    assert gathered(Group(4, 8), FOUR_CARDS) == 5
-
-
-def test_an_all_to_all_sends_everything_to_other_nodes_by_its_own_card() -> None:
-    # 8 of 15 messages leave the node.
-    assert all_to_all(MACHINE, Group(16))[1] == pytest.approx(10 * 15 / 8)
-    assert all_to_all(FOUR_CARDS, Group(16))[1] == pytest.approx(5 * 15 / 8)
-    assert all_to_all(MACHINE, Group(4, 8))[1] == 10
-    # With a fast network, what stays on the node decides: 7 of 15 messages.
-    fast = replace(MACHINE, inter_node_bytes_per_second=1e6)
-    assert all_to_all(fast, Group(16))[1] == pytest.approx(80 * 15 / 7)
+@pytest.mark.parametrize(
+    ("machine", "group", "rate"),
+    [
+        (MACHINE, Group(8), 80),
+        (MACHINE, Group(4, 2), 80),
+        (MACHINE, Group(16), 10 * 15 / 8),  # 8 of 15 messages leave, by the own card
+        (FOUR_CARDS, Group(16), 5 * 15 / 8),
+        (MACHINE, Group(4, 8), 10),
+        # With a fast network, what stays on the node decides: 7 of 15 messages.
+        (replace(MACHINE, inter_node_bytes_per_second=1e6), Group(16), 80 * 15 / 7),
+        (MESH, Group(2), 10),
+        (MESH, Group(4), 30),
+        (MESH, Group(8), 70),
+        (PAIRS, Group(2), 80),
+        (PAIRS, Group(4), 12 / 2 * 3 / 2),  # 2 of 3 messages pass the bridge
+        (PAIRS, Group(8), 12 / 2 * 7 / 6),
+        # every message passes it, and so do those of the group beside
+        (PAIRS, Group(4, 2), 12 / 2),
+        # 7 of 15 messages stay on the node, of which 6 pass the bridge
+        (PAIRS, Group(16), 12 / 2 * 15 / 6),
+        (replace(PAIRS, bridge_bytes_per_second=1e6), Group(8), 80),
+    ],
+)
+def test_an_all_to_all_shares_cards_and_bridges(machine, group, rate) -> None:
+    assert all_to_all(machine, group)[1] == pytest.approx(rate)
 
 
 def test_in_a_mesh_few_ranks_have_few_links() -> None:
-    assert message(MESH, Group(8)) == (1, 10)
-    assert [gathered(Group(n), MESH) for n in (2, 4, 8)] == [10, 30, 65]
-    assert [all_to_all(MESH, Group(n))[1] for n in (2, 4, 8)] == [10, 30, 70]
     mi300x = load_profile("mi300x")
     assert message(mi300x, Group(8))[1] < 64e9
     assert all_to_all(mi300x, Group(8))[1] > 4 * message(mi300x, Group(8))[1]
@@ -132,24 +135,3 @@ def test_latency_of_collectives() -> None:
     assert all_to_all(MACHINE, Group(1))[0] == 0
     assert [all_to_all(MACHINE, Group(n))[0] for n in (2, 4)] == [2, 3]
     assert all_to_all(MACHINE, Group(2, 8))[0] == 2 + 5
-
-
-def test_ranks_behind_a_bridge_share_it_in_an_all_to_all() -> None:
-    # 12 bytes per second out of two ranks that lie behind one bridge
-    pairs = replace(MACHINE, ranks_per_bridge=2.0, bridge_bytes_per_second=12.0)
-    assert all_to_all(pairs, Group(2))[1] == 80
-    # 2 of 3 messages, 6 of 7, pass it
-    assert all_to_all(pairs, Group(4))[1] == pytest.approx(12 / 2 * 3 / 2)
-    assert all_to_all(pairs, Group(8))[1] == pytest.approx(12 / 2 * 7 / 6)
-    # every message passes it, and so do those of the group beside
-    assert all_to_all(pairs, Group(4, 2))[1] == pytest.approx(12 / 2)
-    # 7 of 15 messages stay on the node, of which 6 pass the bridge
-    assert all_to_all(pairs, Group(16))[1] == pytest.approx(12 / 2 * 15 / 6)
-    wide = replace(pairs, bridge_bytes_per_second=1e6)
-    assert all_to_all(wide, Group(8))[1] == 80
-
-
-def test_neighbours_and_all_gathers_do_not_share_a_bridge() -> None:
-    pairs = replace(MACHINE, ranks_per_bridge=2.0, bridge_bytes_per_second=12.0)
-    assert message(pairs, Group(8)) == message(MACHINE, Group(8))
-    assert gathered(Group(8), pairs) == gathered(Group(8))

@@ -54,8 +54,5 @@ def test_excluded_candidates_have_their_reason():
     plan = a_plan(seq=128, kv_seq=64, layout="auto")
     reasons = {c["excluded"] for c in to_dict(plan)["candidates"]}
     assert "zigzag needs as many queries as keys" in reasons
-
-
-def test_what_has_no_form():
     with pytest.raises(TypeError, match="object has no form in JSON"):
         to_dict([object()])

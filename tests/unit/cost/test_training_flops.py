@@ -10,16 +10,13 @@ TINY = ModelSize(hidden=8, feed_forward=16, layers=2, vocabulary=10)
 NO_DENSE = ModelSize(hidden=8, feed_forward=0, layers=10**9, vocabulary=0)
 
 
-def test_dense_products() -> None:
+def test_dense_products_and_attention() -> None:
     # q, k, v and output projections, two products of the feed-forward, the vocabulary.
     per_layer = 2 * (4 * 8 * 8 + 2 * 8 * 16)
     assert TINY.dense_flops_per_token == 2 * per_layer + 2 * 8 * 10
     gated = ModelSize(8, 16, 2, 10, feed_forward_products=3)
     assert gated.dense_flops_per_token - TINY.dense_flops_per_token == 2 * 2 * 8 * 16
-
-
-def test_attention_is_four_flops_per_pair_and_dim() -> None:
-    assert TINY.attention_flops_per_token(100.0) == 4 * 2 * 8 * 100
+    assert TINY.attention_flops_per_token(100.0) == 4 * 2 * 8 * 100  # a pair and dim
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

@@ -38,11 +38,7 @@ def test_what_inductor_writes_no_kernel_for(target, opaque):
 
 
 def test_a_cast_is_no_border():
-    """Inductor fuses casts: a border in front of one would cost a kernel.
-
-    The smallest value of a layer is between two casts, where it would be cut if a cast
-    were a call of a library.
-    """
+    """Inductor fuses casts: a border in front of one would cost a kernel."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     calls = []

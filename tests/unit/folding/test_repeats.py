@@ -18,11 +18,7 @@ from cpcompile.passes.local.folding.repeats import RepeatedRun, repeats
 )
 def test_the_one_that_saves_most(text, best):
     assert repeats(text, 3, 2)[0] == best
-
-
-def test_too_few():
-    assert repeats("xabcabcy", 3, 2) == []
-    assert repeats("aaaaaa", 3, 3) == []
+    assert repeats("xabcabcy", 3, 2) == repeats("aaaaaa", 3, 3) == []  # too few
 
 
 def test_planted_ones():

@@ -2,32 +2,26 @@
 
 import dataclasses
 from collections.abc import Iterator
-from textwrap import fill
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from expecttest import assert_expected_inline
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile.compile import attempts
 from cpcompile.passes.graph.context import InputKind
+from tests.golden.capture import fake_group
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Rank 1 of a mesh (cp=2) that exchanges nothing."""
-    torch._dynamo.reset()
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    dist.destroy_process_group()
-    torch._dynamo.reset()
+    with fake_group(1, 2):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 class _Found(Exception):
@@ -118,165 +112,130 @@ def double_of_attribute(batch):
 TOKENS = {"tokens": 1}
 
 
-def test_positional(mesh):
-    assert found(double, mesh, TOKENS, tensor()) == {"l_tokens": 1}
+class WithBuffer(nn.Module):
+    """As the position_ids of many models: an argument has the name of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("positions", tensor())
+
+    def forward(self, tokens, positions=None):
+        positions = self.positions if positions is None else positions
+        return tokens + positions + self.positions
 
 
-def test_keyword(mesh):
-    assert found(double, mesh, TOKENS, tokens=tensor()) == {"l_tokens": 1}
-
-
-def test_several(mesh):
-    shard = {"b": -1, "a": 0}
-    assert found(
-        lambda a, b, c: a + b + c, mesh, shard, *(tensor() for _ in "abc")
-    ) == {
-        "l_a": 0,
-        "l_b": 1,
-    }
-
-
-def test_collected_keywords(mesh):
-    assert found(double_of_keywords, mesh, TOKENS, tokens=tensor()) == {
-        "l_kwargs_tokens": 1
-    }
-
-
-def test_collected_arguments(mesh):
-    assert found(lambda *args: 2 * args[1], mesh, {"1": 0}, tensor(), tensor()) == {
-        "l_args_1": 0
-    }
-
-
-@pytest.mark.parametrize("name", ["tokens", "batch.tokens"])
-def test_dict(mesh, name):
-    batch = {"tokens": tensor()}
-    assert found(double_of_item, mesh, {name: 1}, batch) == {"l_batch_tokens": 1}
-
-
-@pytest.mark.parametrize("name", ["tokens", "batch.tokens"])
-@pytest.mark.parametrize("kind", [Batch, Inputs])
-def test_dataclass_and_namedtuple(mesh, kind, name):
-    batch = kind(tensor(), tensor())
-    assert found(double_of_attribute, mesh, {name: 1}, batch) == {"l_batch_tokens": 1}
-
-
-def test_list(mesh):
-    assert found(lambda xs: 2 * xs[0], mesh, {"xs.0": 1}, [tensor()]) == {"l_xs_0": 1}
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_module(mesh, by_name):
-    if by_name:
-        assert found(Model(), mesh, TOKENS, tokens=tensor()) == {"l_tokens": 1}
-    else:
-        assert found(Model(), mesh, TOKENS, tensor()) == {"l_tokens": 1}
-
-
-def test_module_with_hooks(mesh):
+def hooked():
     model = Model()
     model.register_forward_pre_hook(lambda module, args: None)
-    assert found(model, mesh, TOKENS, tensor()) == {"l_tokens": 1}
+    return model
 
 
-def test_wrapper_with_keywords(mesh):
-    wrapper = Wrapper(Model())
-    assert found(wrapper, mesh, TOKENS, tokens=tensor()) == {"l_kwargs_tokens": 1}
+def add_items(a, b):
+    return a["tokens"] + b["tokens"]
 
 
-def test_wrapper_with_positional_arguments(mesh):
-    assert found(Wrapper(Model()), mesh, TOKENS, tensor()) == {"l_args_0": 1}
+def add_item(tokens, batch):
+    return tokens + batch["tokens"]
 
 
-def test_module_of_torch(mesh):
-    assert found(nn.Linear(16, 16), mesh, {"input": 1}, tensor()) == {"l_args_0": 1}
+X = tensor()
+ITEM, ARGUMENT = {"l_batch_tokens": 1}, {"l_tokens": 1}
+BOTH = {"tokens": 1, "labels": 1}
+WITH_POSITIONS = {"tokens": 1, "positions": 1}
+# name: function, options["shard"], arguments, the inputs that it names
+FOUND = {
+    "positional": (double, TOKENS, [X], ARGUMENT),
+    "keyword": (double, TOKENS, {"tokens": X}, ARGUMENT),
+    "several": (
+        *(lambda a, b, c: a + b + c, {"b": -1, "a": 0}),
+        *([X, tensor(), tensor()], {"l_a": 0, "l_b": 1}),
+    ),
+    "collected keywords": (
+        *(double_of_keywords, TOKENS, {"tokens": X}, {"l_kwargs_tokens": 1}),
+    ),
+    "collected arguments": (
+        *(lambda *args: 2 * args[1], {"1": 0}, [X, tensor()], {"l_args_1": 0}),
+    ),
+    "dict": (double_of_item, TOKENS, [{"tokens": X}], ITEM),
+    "dict by path": (double_of_item, {"batch.tokens": 1}, [{"tokens": X}], ITEM),
+    "dataclass": (double_of_attribute, TOKENS, [Batch(X, X)], ITEM),
+    "dataclass by path": (
+        double_of_attribute,
+        {"batch.tokens": 1},
+        [Batch(X, X)],
+        ITEM,
+    ),
+    "namedtuple": (double_of_attribute, TOKENS, [Inputs(X, X)], ITEM),
+    "namedtuple by path": (
+        *(double_of_attribute, {"batch.tokens": 1}, [Inputs(X, X)], ITEM),
+    ),
+    "list": (lambda xs: 2 * xs[0], {"xs.0": 1}, [[X]], {"l_xs_0": 1}),
+    "module": (Model(), TOKENS, [X], ARGUMENT),
+    "module by name": (Model(), TOKENS, {"tokens": X}, ARGUMENT),
+    "module with hooks": (hooked(), TOKENS, [X], ARGUMENT),
+    "wrapper": (Wrapper(Model()), TOKENS, [X], {"l_args_0": 1}),
+    "wrapper by name": (
+        *(Wrapper(Model()), TOKENS, {"tokens": X}, {"l_kwargs_tokens": 1}),
+    ),
+    "module of torch": (nn.Linear(16, 16), {"input": 1}, [X], {"l_args_0": 1}),
+    "none": (double, BOTH, [X], ARGUMENT),
+    "not used": (double, BOTH, [X, tensor()], ARGUMENT),
+    "one of two by path": (
+        *(add_items, {"b.tokens": 1}, [{"tokens": X}, {"tokens": tensor()}]),
+        {"l_b_tokens": 1},
+    ),
+    "an argument before an item": (add_item, TOKENS, [X, {"tokens": X + 1}], ARGUMENT),
+    "a buffer": (WithBuffer(), WITH_POSITIONS, [X], ARGUMENT),
+    "instead of a buffer": (
+        *(WithBuffer(), WITH_POSITIONS, [X, tensor()]),
+        ARGUMENT | {"l_positions": 1},
+    ),
+}
 
 
-def test_an_argument_that_is_none_or_not_used_needs_no_input(mesh):
-    shard = {"tokens": 1, "labels": 1}
-    assert found(double, mesh, shard, tensor()) == {"l_tokens": 1}
-    assert found(double, mesh, shard, tensor(), tensor()) == {"l_tokens": 1}
+@pytest.mark.parametrize("name", FOUND)
+def test_names_find_their_arguments(mesh, name):
+    fn, shard, given, inputs = FOUND[name]
+    args, kwargs = ([], given) if isinstance(given, dict) else (given, {})
+    assert found(fn, mesh, shard, *args, **kwargs) == inputs
 
 
-def test_a_name_that_matches_nothing(mesh):
-    text = rejected(double, mesh, {"token": 1}, tensor(), tensor())
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-backend='cp' raised: InputError: options['shard'] names 'token', and no argument
-of double is called so; the tensors among its arguments are: labels, tokens""",
-    )
+NO_NAME = "and no argument of {} is called so; the tensors among its arguments are:"
+NO_TENSOR = "options['shard'] names 'n', and that is of type {}; needed a tensor"
+NO_DIM = (
+    "options['shard']['tokens']: got dim {} for a tensor of shape (2, 16); needed a "
+    "dimension from -2 to 1"
+)
+REJECTED = {
+    "no such name": (
+        *(double, {"token": 1}, [X, X]),
+        f"options['shard'] names 'token', {NO_NAME.format('double')} labels, tokens",
+    ),
+    "no such item": (
+        *(double_of_attribute, {"ids": 1}, [Batch(X, X)]),
+        f"options['shard'] names 'ids', {NO_NAME.format('double_of_attribute')} "
+        "batch.labels, batch.tokens",
+    ),
+    "no tensor at all": (
+        *(lambda n: torch.ones(n), {"ids": 1}, [3]),
+        f"options['shard'] names 'ids', {NO_NAME.format('<lambda>')} none",
+    ),
+    "ambiguous": (
+        *(add_items, TOKENS, [{"tokens": X}, {"tokens": tensor()}]),
+        "options['shard'] names 'tokens', and several arguments are called so: "
+        "a.tokens, b.tokens; needed one: use its dotted path",
+    ),
+    **{
+        kind: (lambda x, n: 2 * x, {"n": 0}, [X, value], NO_TENSOR.format(kind))
+        for value, kind in ((3, "int"), ("x", "str"), ([1], "list"))
+    },
+    "dim 2": (double, {"tokens": 2}, [X], NO_DIM.format(2)),
+    "dim -3": (double, {"tokens": -3}, [X], NO_DIM.format(-3)),
+}
 
 
-def test_the_tensors_in_containers_are_listed(mesh):
-    text = rejected(double_of_attribute, mesh, {"ids": 1}, Batch(tensor(), tensor()))
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-backend='cp' raised: InputError: options['shard'] names 'ids', and no argument
-of double_of_attribute is called so; the tensors among its arguments are:
-batch.labels, batch.tokens""",
-    )
-
-
-def test_there_is_no_tensor_at_all(mesh):
-    text = rejected(lambda n: torch.ones(n), mesh, {"ids": 1}, 3)
-    assert text.endswith("the tensors among its arguments are: none")
-
-
-def test_an_ambiguous_name(mesh):
-    def add(a, b):
-        return a["tokens"] + b["tokens"]
-
-    batches = {"tokens": tensor()}, {"tokens": tensor()}
-    text = rejected(add, mesh, TOKENS, *batches)
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-backend='cp' raised: InputError: options['shard'] names 'tokens', and several
-arguments are called so: a.tokens, b.tokens; needed one: use its dotted path""",
-    )
-    assert found(add, mesh, {"b.tokens": 1}, *batches) == {"l_b_tokens": 1}
-
-
-def test_an_argument_of_the_name_of_a_dict_item(mesh):
-    def add(tokens, batch):
-        return tokens + batch["tokens"]
-
-    inputs = tensor(), {"tokens": tensor()}
-    assert found(add, mesh, TOKENS, *inputs) == {"l_tokens": 1}
-
-
-def test_an_argument_of_the_name_of_a_buffer(mesh):
-    """As the position_ids of many models."""
-
-    class WithBuffer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("positions", tensor())
-
-        def forward(self, tokens, positions=None):
-            positions = self.positions if positions is None else positions
-            return tokens + positions + self.positions
-
-    shard = {"tokens": 1, "positions": 1}
-    assert found(WithBuffer(), mesh, shard, tensor()) == {"l_tokens": 1}
-    assert found(WithBuffer(), mesh, shard, tensor(), tensor()) == {
-        "l_tokens": 1,
-        "l_positions": 1,
-    }
-
-
-@pytest.mark.parametrize(("value", "kind"), [(3, "int"), ("x", "str"), ([1], "list")])
-def test_a_name_of_what_is_no_tensor(mesh, value, kind):
-    text = rejected(lambda x, n: 2 * x, mesh, {"n": 0}, tensor(), value)
-    assert text.endswith(f"names 'n', and that is of type {kind}; needed a tensor")
-
-
-@pytest.mark.parametrize("dim", [2, -3])
-def test_a_dim_out_of_range(mesh, dim):
-    text = rejected(double, mesh, {"tokens": dim}, tensor())
-    assert text == (
-        "backend='cp' raised:\nInputError: options['shard']['tokens']: got dim "
-        f"{dim} for a tensor of shape (2, 16); needed a dimension from -2 to 1"
-    )
+@pytest.mark.parametrize("name", REJECTED)
+def test_names_that_are_rejected(mesh, name):
+    fn, shard, args, text = REJECTED[name]
+    message = rejected(fn, mesh, shard, *args)
+    assert message == f"backend='cp' raised:\nInputError: {text}"

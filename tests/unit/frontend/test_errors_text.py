@@ -2,16 +2,13 @@
 
 import re
 from collections.abc import Iterator
-from textwrap import fill
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile as cp
 from cpcompile import errors
@@ -25,22 +22,18 @@ from cpcompile.errors import (
     RewriteError,
     RingOverlapError,
 )
+from tests.golden.capture import fake_group
 
 
-@pytest.fixture
-def fake_group() -> Iterator[None]:
+@pytest.fixture(name="group")
+def of_four() -> Iterator[None]:
     """Rank 1 of a group of four that exchanges nothing."""
-    torch._dynamo.reset()
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield
-    dist.destroy_process_group()
-    torch._dynamo.reset()
+    with fake_group(1, 4):
+        yield
 
 
-@pytest.fixture
-def mesh(fake_group: None) -> DeviceMesh:
-    """A mesh (cp=4)."""
-    return init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+def mesh(shape=(4,), names=("cp",)) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def double(x):
@@ -74,97 +67,82 @@ def test_families(error, base):
 
 def test_no_process_group():
     assert not dist.is_initialized()
-    assert_expected_inline(
-        fill(message(double, torch.ones(2)), 80),
-        """\
-backend='cp' raised: InputError: backend="cp" needs a process group, and there
-is none: start the program with torchrun and call
-torch.distributed.init_process_group() first""",
+    assert message(double, torch.ones(2)) == (
+        "backend='cp' raised:\nInputError: backend=\"cp\" needs a process group, and "
+        "there is none: start the program with torchrun and call "
+        "torch.distributed.init_process_group() first"
     )
 
 
-def test_nothing_says_what_to_shard(fake_group):
-    assert_expected_inline(
-        fill(message(double, torch.ones(2)), 80),
-        """\
-backend='cp' raised: InputError: backend="cp" compiles double, and nothing says
-what to shard; needed DTensor inputs (cp.shard(x, mesh, dim)) or
-options={"mesh": mesh, "shard": {"argument name": dim}}""",
-    )
+def dropped(x):
+    return F.scaled_dot_product_attention(2 * x, 3 * x, x, dropout_p=1.0)
 
 
-def test_shard_without_a_mesh(fake_group):
-    text = message(double, torch.ones(2), shard={"x": 0})
-    assert "nothing says what to shard" in text
+def on_two_meshes():
+    both = mesh(), mesh((2, 2), ("dp", "cp"))
+    inputs = (cp.shard(torch.ones(8), x, 0) for x in both)
+    return message(lambda x, y: (2 * x, 2 * y), *inputs)
 
 
-def test_mesh_without_the_axis(mesh):
-    text = message(double, torch.ones(8), mesh=mesh, axis="sp", shard={"x": 0})
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-backend='cp' raised: InputError: mesh of shape (4,) has the axes cp; needed an
-axis 'sp': name it in init_device_mesh(..., mesh_dim_names=(..., "sp")) or pass
-the name of the axis that shards the sequence""",
-    )
+X, SHARD = torch.ones(8), {"x": 0}
+NAMED = (
+    'name it in init_device_mesh(..., mesh_dim_names=(..., "{}")) or pass the name of '
+    "the axis that shards the sequence"
+)
+# what is called, and all of the message after "raised:", or a part of it
+MISTAKES = {
+    "nothing says what to shard": (
+        lambda: message(double, X),
+        'InputError: backend="cp" compiles double, and nothing says what to shard; '
+        "needed DTensor inputs (cp.shard(x, mesh, dim)) or "
+        'options={"mesh": mesh, "shard": {"argument name": dim}}',
+    ),
+    "shard without a mesh": (
+        lambda: message(double, X, shard=SHARD),
+        "nothing says what to shard",
+    ),
+    "no such axis": (
+        lambda: message(double, X, mesh=mesh(), axis="sp", shard=SHARD),
+        "InputError: mesh of shape (4,) has the axes cp; needed an axis 'sp': "
+        f"{NAMED.format('sp')}",
+    ),
+    "no such axis of two": (
+        lambda: message(double, X, mesh=mesh((2, 2), ("dp", "sp")), shard=SHARD),
+        "InputError: mesh of shape (2, 2) has the axes dp, sp; needed an axis 'cp': "
+        f"{NAMED.format('cp')}",
+    ),
+    "no names of axes": (
+        lambda: message(double, X, mesh=mesh((2, 2), None), shard=SHARD),
+        "mesh of shape (2, 2) has no axis names; needed an axis 'cp'",
+    ),
+    "sharded inputs without the axis": (
+        lambda: message(double, cp.shard(X, mesh(), 0), axis="sp"),
+        "InputError: the inputs of double are DTensors on the axes ['cp'], none of "
+        "which is 'sp'; needed a mesh with that axis: options={'mesh': mesh}, or the "
+        "name of the axis that shards the sequence",
+    ),
+    "inputs on two meshes": (on_two_meshes, "the inputs are DTensors on 2 meshes: "),
+    "unknown option": (
+        lambda: message(double, X, mesh=mesh(), shards=SHARD),
+        "OptionError: unknown option 'shards' of backend=\"cp\"; did you mean 'shard'? "
+        "The options are: activation_memory, axis, grad_sync, inner, layout, mesh, "
+        "shard, strategy, strict, tile.",
+    ),
+    "a dropout probability of one": (
+        lambda: message(dropped, torch.ones(1, 2, 8, 4), mesh=mesh(), shard={"x": 2}),
+        "RewriteError: attention at <top level> (node scaled_dot_product_attention): "
+        "got dropout_p=1.0; needed a probability in [0, 1)",
+    ),
+}
 
 
-def test_mesh_of_two_axes_without_the_axis(fake_group):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-    text = message(double, torch.ones(8), mesh=mesh, shard={"x": 0})
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-backend='cp' raised: InputError: mesh of shape (2, 2) has the axes dp, sp;
-needed an axis 'cp': name it in init_device_mesh(..., mesh_dim_names=(...,
-"cp")) or pass the name of the axis that shards the sequence""",
-    )
-
-
-def test_mesh_of_two_axes_without_names(fake_group):
-    mesh = init_device_mesh("cpu", (2, 2))
-    text = message(double, torch.ones(8), mesh=mesh, shard={"x": 0})
-    assert "mesh of shape (2, 2) has no axis names; needed an axis 'cp'" in text
-
-
-def test_sharded_inputs_without_the_axis(mesh):
-    x = cp.shard(torch.ones(8), mesh, 0)
-    assert_expected_inline(
-        fill(message(double, x, axis="sp"), 80),
-        """\
-backend='cp' raised: InputError: the inputs of double are DTensors on the axes
-['cp'], none of which is 'sp'; needed a mesh with that axis: options={'mesh':
-mesh}, or the name of the axis that shards the sequence""",
-    )
-
-
-def test_inputs_on_two_meshes(fake_group):
-    first = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    second = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    inputs = cp.shard(torch.ones(8), first, 0), cp.shard(torch.ones(8), second, 0)
-    text = message(lambda x, y: (2 * x, 2 * y), *inputs)
-    assert "InputError: the inputs are DTensors on 2 meshes: " in text
-
-
-def test_dim_out_of_range(mesh):
-    text = message(double, torch.ones(8), mesh=mesh, shard={"x": 1})
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-backend='cp' raised: InputError: options['shard']['x']: got dim 1 for a tensor
-of shape (8,); needed a dimension from -1 to 0""",
-    )
-
-
-def test_unknown_option(mesh):
-    text = message(double, torch.ones(8), mesh=mesh, shards={"x": 0})
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-backend='cp' raised: OptionError: unknown option 'shards' of backend="cp"; did
-you mean 'shard'? The options are: activation_memory, axis, grad_sync, inner,
-layout, mesh, shard, strategy, strict, tile.""",
-    )
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_text_has_the_fix(name):
+    call, text = MISTAKES[name]
+    message = call()
+    whole = re.match(r"\w+Error: ", text)
+    assert message == f"backend='cp' raised:\n{text}" if whole else text in message
 
 
 def masked(x, mask, is_causal=False):
@@ -173,7 +151,8 @@ def masked(x, mask, is_causal=False):
     )
 
 
-def test_two_masks_in_strict_mode(mesh):
+@pytest.mark.usefixtures("group")
+def test_two_masks_in_strict_mode():
     def both(x, mask):
         return masked(x, mask, is_causal=True)
 
@@ -185,27 +164,12 @@ def test_two_masks_in_strict_mode(mesh):
         with pytest.raises(TorchRuntimeError, match=re.escape(str(error))):
             compiled(x, mask)
         return
-    text = message(both, x, mask, mesh=mesh, shard={"x": 2})
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-backend='cp' raised: RewriteError: attention at <top level> (node
-scaled_dot_product_attention): got attn_mask and is_causal=True, of which
-torch's kernels use both, or refuse them; needed one: write the causal limit
-into the mask""",
-    )
-
-
-def test_a_dropout_probability_of_one(mesh):
-    def dropped(x):
-        return F.scaled_dot_product_attention(2 * x, 3 * x, x, dropout_p=1.0)
-
-    text = message(dropped, torch.ones(1, 2, 8, 4), mesh=mesh, shard={"x": 2})
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-backend='cp' raised: RewriteError: attention at <top level> (node
-scaled_dot_product_attention): got dropout_p=1.0; needed a probability in [0, 1)""",
+    options = {"mesh": init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))}
+    assert message(both, x, mask, shard={"x": 2}, **options) == (
+        "backend='cp' raised:\nRewriteError: attention at <top level> (node "
+        "scaled_dot_product_attention): got attn_mask and is_causal=True, of which "
+        "torch's kernels use both, or refuse them; needed one: write the causal limit "
+        "into the mask"
     )
 
 

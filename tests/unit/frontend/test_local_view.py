@@ -45,18 +45,26 @@ def test_options_that_follow_from_the_mesh() -> None:
         cp.ContextParallel(options={"strategie": "ring"})
 
 
-def test_a_mesh_of_two_axes(mesh) -> None:
-    with refused("got a mesh of 2 axes ('dp', 'cp'); needed one axis: mesh[\"cp\"]"):
-        cp.ContextParallel()._apply(Block(), mesh)
-
-
 def test_names_that_no_argument_has(mesh) -> None:
-    with refused(
-        "shard names ['y'], and Block.forward has the arguments ['x', 'bias']"
+    for module, of, shard, text in (
+        (Block(), mesh, None, "a mesh of 2 axes ('dp', 'cp'); needed one axis: mesh"),
+        (
+            *(Block(), mesh["cp"], {"x": 1, "y": 1}),
+            "shard names ['y'], and Block.forward has the arguments ['x', 'bias']",
+        ),
+        (
+            *(Nothing(), mesh["cp"], None),
+            "Nothing.forward takes no argument; needed one with tokens",
+        ),
     ):
-        parallelize_module(Block(), mesh["cp"], cp.ContextParallel({"x": 1, "y": 1}))
-    with refused("Nothing.forward takes no argument; needed one with tokens"):
-        parallelize_module(Nothing(), mesh["cp"], cp.ContextParallel())
+        style = cp.ContextParallel(shard) if shard else cp.ContextParallel()
+        text = text if of is not mesh else f'got {text}["cp"]'
+        with refused(text):
+            style._apply(module, of)
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    names = list(layer.state_dict())
+    parallelize_module(layer, mesh["cp"], cp.ContextParallel({"src": 1}))
+    assert list(layer.state_dict()) == names
 
 
 def test_tokens_that_shard_batch_did_not_make(mesh) -> None:
@@ -83,10 +91,3 @@ def test_the_local_view_needs_dtensors(mesh) -> None:
     compiled = torch.compile(Block(), backend=local_cp, options={"mesh": mesh})
     with pytest.raises(Exception, match=r"forward is compiled by cp\.ContextParallel"):
         compiled(torch.zeros(1, 8, 4))
-
-
-def test_names_of_parameters_stay(mesh) -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
-    names = list(layer.state_dict())
-    parallelize_module(layer, mesh["cp"], cp.ContextParallel({"src": 1}))
-    assert list(layer.state_dict()) == names

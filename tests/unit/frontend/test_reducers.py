@@ -32,8 +32,11 @@ def reducer(*ranks: int, mean: bool = True) -> Reducer:
     ],
 )
 def test_what_a_wrapper_expects(by, expected) -> None:
+    """Without one, names count."""
     assert settled(None, by, mesh(0, 1)) is expected
     assert settled(expected, by, mesh(0, 1)) is expected
+    for asked in GradSync:
+        assert settled(asked, None, mesh(0, 1)) is asked
 
 
 @pytest.mark.parametrize("asked", [None, *GradSync])
@@ -61,8 +64,3 @@ def test_a_wrapper_over_a_part_of_the_axis(asked) -> None:
 def test_names_that_contradict(asked, by, needed) -> None:
     with pytest.raises(InputError, match=f"{asked!r}.*needed {needed!r}"):
         settled(GradSync(asked), by, mesh(0, 1))
-
-
-@pytest.mark.parametrize("asked", GradSync)
-def test_names_count_without_a_wrapper(asked) -> None:
-    assert settled(asked, None, mesh(0, 1)) is asked

@@ -12,37 +12,16 @@ ranks = st.integers(1, 9)
 
 
 @given(lengths, ranks)
-def test_chunks_partition_the_sequence(length, ranks):
-    chunks = Chunks(length, ranks)
-    positions = [
-        position
-        for rank in range(ranks)
-        for position in range(
-            chunks.start(rank), chunks.start(rank) + chunks.count(rank)
-        )
-    ]
-    assert positions == list(range(length))
-    assert chunks.size == max(chunks.count(rank) for rank in range(ranks))
-
-
-@given(lengths, ranks)
-def test_chunks_agree_with_torch_chunk(length, ranks):
+def test_chunks_are_those_of_torch_chunk_and_of_dtensor(length, ranks):
     chunks = Chunks(length, ranks)
     parts = torch.arange(length).chunk(ranks)
     for rank in range(ranks):
         start, count = chunks.start(rank), chunks.count(rank)
         expected = parts[rank].tolist() if rank < len(parts) else []
         assert list(range(start, start + count)) == expected
-
-
-@given(lengths, ranks)
-def test_chunks_agree_with_dtensor(length, ranks):
-    chunks = Chunks(length, ranks)
-    for rank in range(ranks):
-        assert Shard.local_shard_size_and_offset(length, ranks, rank) == (
-            chunks.count(rank),
-            chunks.start(rank),
-        )
+        of_dtensor = Shard.local_shard_size_and_offset(length, ranks, rank)
+        assert of_dtensor == (count, start)
+    assert chunks.size == max(chunks.count(rank) for rank in range(ranks))
 
 
 @given(lengths, ranks)

@@ -11,7 +11,7 @@ from cpcompile.geometry import mask_tiles
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Layout, Runs, TokenLayout
 from cpcompile.geometry.mask_blocks import MaskBlocks, spans
-from cpcompile.geometry.mask_tiles import Tile, TokenSpan
+from cpcompile.geometry.mask_tiles import Tile
 from cpcompile.ops.step.row_mask import RowMask
 from tests.unit.geometry.mask_support import CPU, band, blocks_of, places
 
@@ -185,9 +185,6 @@ def test_documents_are_ranges():
     assert not blocks.has_holes
     assert blocks.pairs == 4 * 1024 * 1024
     assert not any(part.masked for part in blocks.of_source(0))
-
-
-def test_holes_are_found():
     ids = (torch.arange(64) % 2).unsqueeze(0)
     assert blocks_of(None, 64, q_segment_ids=ids, kv_segment_ids=ids).has_holes
 
@@ -208,7 +205,3 @@ def test_spans_are_the_layout(length, ranks, layout):
         assert all(span.count for span in found)
         held = [i for x in found for i in range(x.place, x.place + x.count)]
         assert held == list(range(tokens.count(rank)))
-
-
-def test_a_span_ends():
-    assert TokenSpan(5, 0, 3).stop == 8

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 
 from cpcompile.geometry.key_ranges import KeyRanges
@@ -46,20 +47,14 @@ def uneven_ids():
     return torch.bucketize(at, UNEVEN, right=True).unsqueeze(0)
 
 
-def test_a_causal_document_is_one_triangle():
+@pytest.mark.parametrize("kind", ["causal", "whole"])
+def test_a_document_is_one_triangle_or_one_part(kind):
     """Wherever it begins: no tile has a mask."""
     ids = uneven_ids()
-    causal = band(0, torch.arange(4096) + 1)
-    blocks = blocks_of(causal, 4096, q_segment_ids=ids, kv_segment_ids=ids)
+    seen = band(0, torch.arange(4096) + 1) if kind == "causal" else None
+    blocks = blocks_of(seen, 4096, q_segment_ids=ids, kv_segment_ids=ids)
     pairs = itertools.pairwise(UNEVEN.tolist())
-    assert sides(blocks) == [(a, b - a, a, b - a, "causal") for a, b in pairs]
-
-
-def test_a_document_that_is_not_causal_is_one_part():
-    ids = uneven_ids()
-    blocks = blocks_of(None, 4096, q_segment_ids=ids, kv_segment_ids=ids)
-    pairs = itertools.pairwise(UNEVEN.tolist())
-    assert sides(blocks) == [(a, b - a, a, b - a, "whole") for a, b in pairs]
+    assert sides(blocks) == [(a, b - a, a, b - a, kind) for a, b in pairs]
 
 
 def test_a_causal_document_of_two_ranks_is_a_rectangle_and_a_triangle():
@@ -90,18 +85,12 @@ def test_short_documents_share_a_mask():
     assert len(sides(blocks)) <= 4
 
 
-def test_what_all_rows_see_is_one_part():
+@pytest.mark.parametrize("length", [64, 4096])
+def test_what_all_rows_see_is_one_part(length):
     """The whole chunk of another rank, without a mask and whatever the tiles."""
-    i = torch.arange(4096)
-    blocks = blocks_of(band(0, i + 1), 4096, ranks=2, rank=1)
+    blocks = blocks_of(band(0, torch.arange(length) + 1), length, ranks=2, rank=1)
     (part,) = blocks.of_source(0)
-    assert (part.rows, part.keys, part.masked) == (2048, 2048, False)
-
-
-def test_a_small_chunk_that_all_rows_see_has_no_mask():
-    i = torch.arange(64)
-    (part,) = blocks_of(band(0, i + 1), 64, ranks=2, rank=1).of_source(0)
-    assert (part.rows, part.keys, part.masked) == (32, 32, False)
+    assert (part.rows, part.keys, part.masked) == (length // 2, length // 2, False)
 
 
 def test_only_adjacent_tiles_are_one_part():

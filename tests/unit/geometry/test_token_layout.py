@@ -7,6 +7,7 @@ import torch
 
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.visibility import visible_tokens
+from tests.unit.cost.cost_cases import positions as defined
 
 MOST_TOKENS, MOST_RANKS = 64, 8
 ALL_RANKS = range(1, MOST_RANKS + 1)
@@ -102,29 +103,18 @@ def test_what_a_rank_sees_of_another(layout, ranks):
         assert by_source.sum() == tokens.length * (tokens.length + 1) // 2
 
 
-@pytest.mark.parametrize("ranks", ALL_RANKS)
-def test_zigzag_is_two_of_2n_chunks(ranks):
-    for tokens in token_layouts(Layout.ZIGZAG, ranks, 2 * ranks):
-        chunks = torch.arange(tokens.length).view(2 * ranks, -1).tolist()
-        for rank, held in enumerate(positions(tokens)):
-            assert held == chunks[rank] + chunks[2 * ranks - 1 - rank]
-            assert tokens.head(rank) == len(chunks[rank])
+def even(layout, ranks):
+    """Of how many tokens every rank has equally many: there are no ragged parts."""
+    return 2 * ranks if layout is Layout.ZIGZAG else ranks
 
 
 @pytest.mark.parametrize("ranks", ALL_RANKS)
-def test_striped_is_round_robin(ranks):
-    for tokens in token_layouts(Layout.STRIPED, ranks, ranks):
-        for rank, held in enumerate(positions(tokens)):
-            assert held == list(range(rank, tokens.length, ranks))
-
-
-@pytest.mark.parametrize("ranks", ALL_RANKS)
-def test_fold_is_there_and_back(ranks):
-    for tokens in token_layouts(Layout.FOLD, ranks, ranks):
-        period = 2 * ranks
-        for rank, held in enumerate(positions(tokens)):
-            places = {rank, period - 1 - rank}
-            assert held == [i for i in range(tokens.length) if i % period in places]
+@pytest.mark.parametrize("layout", Layout)
+def test_the_definition_of_a_layout(layout, ranks):
+    for tokens in token_layouts(layout, ranks, even(layout, ranks)):
+        assert positions(tokens) == defined(tokens.length, ranks, layout)
+        if layout is Layout.ZIGZAG:
+            assert {tokens.head(rank) for rank in range(ranks)} == {tokens.size // 2}
 
 
 RAGGED = {
@@ -140,35 +130,25 @@ def test_ten_tokens_on_four_ranks(layout):
     assert positions(TokenLayout.of(layout, 10, 4)) == RAGGED[layout]
 
 
-@pytest.mark.parametrize("ranks", ALL_RANKS)
-def test_zigzag_is_balanced(ranks):
-    """In every step all ranks have the same work."""
-    for tokens in token_layouts(Layout.ZIGZAG, ranks, 2 * ranks, start=2 * ranks):
-        for of_step in zip(*work(tokens), strict=True):
-            assert len({*of_step}) == 1, tokens
+def imbalance(tokens, layout):
+    """The most work of a rank over the least in a step, for `size` tokens of a rank.
 
-
-def imbalance(tokens):
-    """The most work of a rank over the least, in the worst step."""
-    of_steps = zip(*work(tokens), strict=True)
-    return max(Fraction(max(x), min(x)) for x in of_steps)
-
-
-@pytest.mark.parametrize("ranks", ALL_RANKS)
-def test_striped_is_nearly_balanced(ranks):
-    """A row more or less of each triangle: c (c + 1) / 2 pairs or c (c - 1) / 2."""
-    for tokens in token_layouts(Layout.STRIPED, ranks, ranks, start=2 * ranks):
-        expected = 1 + Fraction(2, tokens.size - 1) if ranks > 1 else 1
-        assert imbalance(tokens) == expected, tokens
+    Striped has a row more or less of each triangle: c (c + 1) / 2 or c (c - 1) / 2
+    pairs; fold is balanced but for a token where c is odd.
+    """
+    c = tokens.size
+    if layout is Layout.STRIPED:
+        return Fraction(c + 1, c - 1)
+    return Fraction(c**2 + 1, c**2 - 1) if layout is Layout.FOLD and c % 2 else 1
 
 
 @pytest.mark.parametrize("ranks", ALL_RANKS)
-def test_fold_is_balanced_within_a_token(ranks):
-    """Exactly where ranks have an even number c of tokens."""
-    for tokens in token_layouts(Layout.FOLD, ranks, ranks, start=2 * ranks):
-        odd = tokens.size % 2 and ranks > 1
-        expected = 1 + Fraction(2, tokens.size**2 - 1) if odd else 1
-        assert imbalance(tokens) == expected, tokens
+@pytest.mark.parametrize("layout", [Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD])
+def test_ranks_are_balanced_in_every_step(layout, ranks):
+    for tokens in token_layouts(layout, ranks, even(layout, ranks), start=2 * ranks):
+        of_steps = zip(*work(tokens), strict=True)
+        worst = max(Fraction(max(x), min(x)) for x in of_steps)
+        assert worst == (imbalance(tokens, layout) if ranks > 1 else 1), tokens
 
 
 @pytest.mark.parametrize("ranks", ALL_RANKS)

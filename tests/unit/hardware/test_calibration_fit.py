@@ -41,6 +41,7 @@ TRUTH = load_profile("cpu").with_overrides(
         "kernel_launch_seconds": 1e-4,
     }
 )
+DEVICE = {"parallel_tiles": (0.0, "told"), "step_issue_seconds": (0.0, "told")}
 RATES = [name for name in NUMBERS if name.endswith("flops_per_second")]
 
 
@@ -145,8 +146,7 @@ def test_messages_between_nodes_show_how_many_cards_there_are() -> None:
     sizes = (KIB, 64 * KIB, MIB, 16 * MIB)
     far = [sample(n, rate, s) for n in sizes for rate, s in ((1e9, 1), (2.5e8, 8))]
     samples = samples_with((*message_samples(None), *far))
-    device = {"parallel_tiles": (0.0, "told"), "step_issue_seconds": (0.0, "told")}
-    profile = fit_profile(samples, load_profile("cpu"), device, {})
+    profile = fit_profile(samples, load_profile("cpu"), DEVICE, {})
     assert profile.inter_node_bytes_per_second == pytest.approx(1e9, rel=1e-3)
     assert profile.inter_node_latency_seconds == pytest.approx(2e-4, rel=1e-2)
     assert profile.network_cards_per_node == pytest.approx(2.0, rel=1e-3)
@@ -165,11 +165,10 @@ def test_all_to_alls_show_a_bridge_that_ranks_share() -> None:
     near = [s for s in message_samples(None) if s.kind is not TimedExchange.ALL_TO_ALL]
     sizes = (KIB, 64 * KIB, MIB, 64 * MIB)
     shared = [sample(n, size, rate) for n, rate in rates.items() for size in sizes]
-    device = {"parallel_tiles": (0.0, "told"), "step_issue_seconds": (0.0, "told")}
 
     def fitted(messages: list[MessageSample]) -> HardwareProfile:
         samples = samples_with((*near, *messages))
-        return fit_profile(samples, load_profile("l20"), device, {})
+        return fit_profile(samples, load_profile("l20"), DEVICE, {})
 
     profile = fitted(shared)
     assert profile.ranks_per_bridge == 4
@@ -212,8 +211,7 @@ def test_fit_keeps_within_bounds_and_bears_an_outlier(
 def test_fit_profile_has_every_number_with_its_source() -> None:
     samples = samples_with(tuple(message_samples(None)))
     base = load_profile("cpu")
-    device = {"parallel_tiles": (0.0, "told"), "step_issue_seconds": (0.0, "told")}
-    profile = fit_profile(samples, base, device, {"date": "today"})
+    profile = fit_profile(samples, base, DEVICE, {"date": "today"})
     assert set(profile.sources) == set(NUMBERS)
     assert profile.forward_flops_per_second == pytest.approx(60e9, rel=1e-3)
     assert profile.memory_bytes_per_second == pytest.approx(1e9, rel=1e-3)

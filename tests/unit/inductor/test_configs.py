@@ -70,22 +70,16 @@ def test_padded():
 
 
 def test_constants_of_dims_and_scale():
+    """The kernels take the maximum of the scores before scaling them."""
     got = constants()
     assert (got["HEAD_DIM"], got["PADDED_HEAD_DIM"]) == (96, 128)
     assert (got["VALUE_DIM"], got["PADDED_VALUE_DIM"]) == (128, 128)
     assert got["SCALE_LOG2"] == 0.5 * LOG2_E and not got["NEGATE"]
     assert got["PRECISION"] == "'ieee'"  # pasted into the source, so with quotes
-
-
-def test_constants_of_a_negative_scale():
-    """The kernels take the maximum of the scores before scaling them."""
     got = constants(scale=-0.5)
     assert got["SCALE_LOG2"] == 0.5 * LOG2_E and got["NEGATE"]
     assert got["SCALE"] == -0.5
-
-
-def test_a_scale_of_zero_keeps_hidden_scores_hidden():
-    assert constants(scale=0.0)["SCALE_LOG2"] > 0
+    assert constants(scale=0.0)["SCALE_LOG2"] > 0  # hidden scores stay hidden
 
 
 @pytest.mark.parametrize(

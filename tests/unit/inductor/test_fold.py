@@ -43,15 +43,9 @@ def test_it_is_folded_if_all_ranks_fold_it_so(graph):
     assert str(graph.graph) == before
 
 
-def test_no_rank_folds_what_another_does_not(graph):
-    ranks = Ranks(False)
-    folding = Folding(ranks)
-    assert compile_folded(graph, lambda x: x, folding) is graph
-    assert folding.found == []
-
-
-def test_no_rank_uses_what_another_cannot_compile(graph):
-    folding = Folding(Ranks(True, False))
+@pytest.mark.parametrize("answers", [(False,), (True, False)])
+def test_no_rank_folds_or_uses_what_another_does_not(graph, answers):
+    folding = Folding(Ranks(*answers))
     assert compile_folded(graph, lambda x: x, folding) is graph
     assert folding.found == []
 
@@ -82,30 +76,25 @@ async_compile.wait(globals())
 
 
 @pytest.mark.parametrize(
-    "results",
+    ("results", "shared"),
     [
-        "block_0_buf0, block_0_buf1",
-        "reinterpret_tensor(block_0_buf0, (4, 2), (2, 1), 0), block_0_buf1",
+        ("block_0_buf0, block_0_buf1", False),
+        (
+            "reinterpret_tensor(block_0_buf0, (4, 2), (2, 1), 0), block_0_buf1",
+            False,
+        ),
+        ("operand_0, block_0_buf0", True),
+        ("reinterpret_tensor(operand_1, (4, 2), (2, 1), 0)", True),
+        ("block_0_buf0, reinterpret_tensor(block_0_buf0, (4, 2), (2, 1), 8)", True),
     ],
 )
-def test_results_with_memory_of_their_own(results):
-    assert check_results(CODE.format(results=results)) == 1
-
-
-@pytest.mark.parametrize(
-    "results",
-    [
-        "operand_0, block_0_buf0",
-        "reinterpret_tensor(operand_1, (4, 2), (2, 1), 0)",
-        "block_0_buf0, reinterpret_tensor(block_0_buf0, (4, 2), (2, 1), 8)",
-    ],
-)
-def test_shared_results(results):
-    with pytest.raises(SharedResult, match="block_0 returns"):
-        check_results(CODE.format(results=results))
-
-
-def test_code_without_functions():
+def test_results_with_memory_of_their_own(results, shared):
+    code = CODE.format(results=results)
+    if shared:
+        with pytest.raises(SharedResult, match="block_0 returns"):
+            check_results(code)
+    else:
+        assert check_results(code) == 1
     assert check_results("def call(args):\n    return (arg0_1, )\n") == 0
 
 

@@ -55,6 +55,27 @@ def everything(q, k):
     return torch.zeros(q.shape[0], 1, q.shape[-2], k.shape[-2])
 
 
+def banded(q, k):
+    """x-transformers pads what limits how far back a query sees."""
+    i, j = torch.arange(q.shape[-2]), torch.arange(k.shape[-2] - 1)
+    seen = (i[:, None] >= j) & (i[:, None] - j <= 8)
+    return F.pad(seen, (0, 1), value=False)
+
+
+def banded_numbers(q, k):
+    return torch.where(banded(q, k), 0.0, -torch.inf)
+
+
+def shifted(q, k):
+    """A causal mask whose keys begin with one that all see."""
+    return F.pad(causal_tril(q, k)[:, :-1], (1, 0), value=True)
+
+
+def padded_bias(q, k, bias):
+    """x-transformers: heads without a bias."""
+    return F.pad(bias, (0, 0, 0, 0, 0, 1))
+
+
 def nothing(q, k):
     return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).logical_not()
 

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.frontend.arguments import module_buffers
+from cpcompile.frontend.symbolic_sizes import specialize_sizes
 from cpcompile.geometry.masks import Mask
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.context import AttentionCall, Context
-from cpcompile.passes.graph.nodes import all_nodes, sub_graph
+from cpcompile.passes.graph.nodes import all_nodes, fake_value, sub_graph
 from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.masks.rewrite_masks import rewrite_masks
 from tests.support.position_biases import of_pairs
@@ -50,14 +51,34 @@ class Found:
         return [self.ctx.findings.masks.get(call) for call in self.calls]
 
     @property
+    def texts(self) -> list[str]:
+        """What is said of the mask of every call."""
+        return list(map(text_of, self.calls, self.masks))
+
+    @property
     def text(self) -> str:
-        """Of the first call: that of its mask, or "unread", "is_causal", "none"."""
-        call, mask = self.calls[0], self.masks[0]
-        if mask is not None:
-            return mask.text if mask.unread is None else "unread"
-        if call.mask is not None:
-            return "refused"
-        return "is_causal" if call.is_causal else "none"
+        """Of the first call, or "unread"."""
+        mask = self.masks[0]
+        return "unread" if mask is not None and mask.unread else self.texts[0]
+
+
+def text_of(call: AttentionCall, mask: Mask | None) -> str:
+    """The text of a mask, or "refused", "is_causal", "none"."""
+    if mask is not None:
+        return mask.text
+    if call.mask is not None:
+        return "refused"
+    return "is_causal" if call.is_causal else "none"
+
+
+def any_length(gm: fx.GraphModule) -> tuple[fx.GraphModule, torch.SymInt]:
+    """A copy of the graph, and the symbol of its length, which becomes its only one."""
+    shapes = (getattr(fake_value(x), "shape", ()) for x in gm.graph.nodes)
+    length = next(shape[2] for shape in shapes if len(shape) == 4)
+    specialize_sizes(gm.graph, length)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph), length
 
 
 def attend(mask_of: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -81,23 +102,24 @@ def read(
     *inputs: Any,
     strict: bool = True,
     whole_mask_share: float = 1.0,
+    dynamic: bool = False,
     **keywords: Any,
 ) -> Found:
-    """Trace `fn(*inputs)` and read its masks."""
+    """Trace `fn(*inputs)`, with a symbol for the length if dynamic; read its masks."""
     found: list[Found] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        mesh = mock.Mock(**{"size.return_value": 1})  # no group of ranks is needed
+        before, length = any_length(gm) if dynamic else (copy.deepcopy(gm), None)
         ctx = Context(
-            mesh=mesh,
+            mesh=mock.Mock(**{"size.return_value": 1}),  # no group of ranks is needed
             axis=0,
             inputs={},
             profile=None,
             strict=strict,
             whole_mask_share=whole_mask_share,
-            buffers=module_buffers(gm.graph),
+            buffers={} if dynamic else module_buffers(gm.graph),
+            length=length,
         )
-        before = copy.deepcopy(gm)
         find_attention(gm.graph, ctx)
         count = rewrite_masks(gm.graph, ctx)
         gm.graph.lint()
@@ -111,7 +133,7 @@ def read(
         return run
 
     torch._dynamo.reset()
-    compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+    compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)
     compiled(*inputs, **keywords)
     (result,) = found
     return result

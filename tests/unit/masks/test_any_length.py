@@ -2,57 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-import torch.fx as fx
 from torch._dynamo.exc import BackendCompilerFailed
 
 import tests.unit.masks.mask_builders as b
-from cpcompile.frontend.symbolic_sizes import specialize_sizes
 from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import LengthNotSymbolic, guards_on
-from cpcompile.passes.graph.context import Context
-from cpcompile.passes.graph.nodes import fake_value
-from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.masks.mask_work import mask_work
-from cpcompile.passes.model.masks.rewrite_masks import rewrite_masks
-from tests.unit.masks.mask_cases import Found, attend, check, operands
+from tests.unit.masks import mask_cases
+from tests.unit.masks.mask_cases import attend, check, operands
 
 S = 16  # the length that is compiled; those that follow are shorter and longer
 OTHERS = (12, 40, 9)
 
 
-def read(fn, *inputs) -> Found:
-    """As mask_cases.read, with a symbol for the length."""
-    found: list[Found] = []
-
-    def backend(gm: fx.GraphModule, _):
-        queries = next(
-            x for x in gm.graph.nodes if getattr(fake_value(x), "ndim", 0) == 4
-        )
-        length = fake_value(queries).shape[2]
-        specialize_sizes(gm.graph, length)
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(gm.graph, {}))
-        before = fx.GraphModule(gm, graph)
-        ctx = Context(mesh=None, axis=0, inputs={}, profile=None, length=length)
-        find_attention(gm.graph, ctx)
-        count = rewrite_masks(gm.graph, ctx)
-        gm.graph.lint()
-        gm.recompile()
-        found.append(Found(before, gm, ctx, count, compiled, []))
-
-        def run(*args):
-            found[0].seen.append(args)
-            return before(*args)
-
-        return run
-
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=True)
-    compiled(*inputs)
-    (result,) = found
-    return result
+read = partial(mask_cases.read, dynamic=True)
 
 
 def inputs_of(data: str, seq: int) -> tuple[torch.Tensor, ...]:

@@ -108,38 +108,30 @@ def test_no_rank_holds_all_pairs(builder, dtype):
         assert node.op != "placeholder"
 
 
-def test_a_look_up_of_which_a_part_is_used():
+def of_one_head(q, k, weight):
     """The head of a table, and tokens after one that is dropped."""
+    i, j = torch.arange(S + 3)[:, None], torch.arange(S + 3)
+    bias = torch.nn.functional.embedding((j - i).clamp(-3, 4) + 3, weight)
+    return bias[1 : S + 1, 2 : S + 2, 1]
 
-    def mask_of(q, k, weight):
-        i, j = torch.arange(S + 3)[:, None], torch.arange(S + 3)
-        bias = torch.nn.functional.embedding((j - i).clamp(-3, 4) + 3, weight)
-        return bias[1 : S + 1, 2 : S + 2, 1]
 
-    weight = torch.randn(8, 2)
-    found = read(attend(mask_of), *operands(S), weight)
+def of_all_heads(q, k, weight):
+    i, j = torch.arange(S + 3)[:, None], torch.arange(S + 3)
+    bias = weight[(j - i).clamp(-3, 4) + 3]
+    return bias.permute(2, 0, 1)[None, 1:, 1 : S + 1, 2 : S + 2]
+
+
+def of_picked_keys(q, k, bias):
+    keys = torch.tensor([3, 1, 4, 1, 5]).repeat(8)
+    return (bias[:S] * 2).index_select(1, keys)[:, 2 : S + 2]
+
+
+@pytest.mark.parametrize(
+    ("builder", "shape"),
+    [(of_one_head, (8, 2)), (of_all_heads, (8, 3)), (of_picked_keys, (S + 1, S + 3))],
+)
+def test_a_look_up_of_which_a_part_is_used(builder, shape):
+    data = torch.randn(shape)
+    found = read(attend(builder), *operands(S), data)
     assert found.text.startswith("dense float32"), found.calls[0].unsupported
-    check(found, *operands(S), weight)
-
-
-def test_all_heads_of_a_look_up():
-    def mask_of(q, k, weight):
-        i, j = torch.arange(S + 3)[:, None], torch.arange(S + 3)
-        bias = weight[(j - i).clamp(-3, 4) + 3]
-        return bias.permute(2, 0, 1)[None, 1:, 1 : S + 1, 2 : S + 2]
-
-    weight = torch.randn(8, 3)
-    found = read(attend(mask_of), *operands(S), weight)
-    assert found.text.startswith("dense float32"), found.calls[0].unsupported
-    check(found, *operands(S), weight)
-
-
-def test_picked_keys_of_which_a_part_is_used():
-    def mask_of(q, k, bias):
-        keys = torch.tensor([3, 1, 4, 1, 5]).repeat(8)
-        return (bias[:S] * 2).index_select(1, keys)[:, 2 : S + 2]
-
-    bias = torch.randn(S + 1, S + 3)
-    found = read(attend(mask_of), *operands(S), bias)
-    assert found.text == "dense float32 [21, 21]", found.calls[0].unsupported
-    check(found, *operands(S), bias)
+    check(found, *operands(S), data)

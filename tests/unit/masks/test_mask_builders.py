@@ -33,8 +33,11 @@ def inputs(name: str, seed: int, keys: int = S) -> torch.Tensor:
         return torch.tensor(rows)
     if name == "lengths":
         return integers(-2, keys + 3, 2)
-    if name == "weight":
-        return torch.randn(8, 2, generator=g)
+    if name in ("weight", "bias"):
+        shape = (8, 2) if name == "weight" else (1, keys, keys)
+        return torch.randn(shape, generator=g)
+    if name == "pairs":
+        return integers(0, 2, 2, 1, keys, keys) > 0
     assert name == "numbers", name
     return integers(-2, 3, 2, keys)
 
@@ -48,6 +51,9 @@ STATIC = [
     (b.causal_product, "is_causal"),
     (b.causal_aligned_right, "is_causal"),
     (b.everything, "none"),
+    (b.banded, "key ranges"),
+    (b.banded_numbers, "key ranges"),
+    (b.shifted, "causal, shifted by 1"),
     (b.nothing, "key ranges"),
     (b.window, "causal, window 8"),
     (b.window_of_differences, "causal, window 8"),
@@ -117,22 +123,9 @@ def test_other_keys_than_queries(builder, lengths):
     check(found, q, k)
 
 
-def test_padding_of_other_keys():
-    q, k = operands(13, 29)
-    found = read(attend(b.padding), q, k, inputs("attention_mask", 0, 29))
-    assert found.text == "key padding"
-    for seed in range(8):
-        check(found, q, k, inputs("attention_mask", seed, 29))
-
-
 DENSE = [
-    (S, S),
-    (1, S, S),
-    (1, 1, S, S),
-    (2, 1, S, S),
-    (2, 2, S, S),
-    (1, 2, S, S),
-    (1, S),
+    *[(S, S), (1, S, S), (1, 1, S, S), (2, 1, S, S)],
+    *[(2, 2, S, S), (1, 2, S, S), (1, S)],
 ]
 
 
@@ -143,22 +136,39 @@ def test_given_masks(shape, dtype):
     mask = torch.randn(shape) > 0 if dtype == torch.bool else torch.randn(shape)
     found = read(attend(b.given), q, k, mask)
     of_keys = "key padding" if dtype == torch.bool else "bias by key"
-    dense = f"dense {_name(dtype)} {list(shape)}"
+    dense = f"dense {str(dtype).removeprefix('torch.')} {list(shape)}"
     assert found.text == (of_keys if shape[-2] == 1 else dense)
     check(found, q, k, mask)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def lowest_half(q, k):
+    """-65504 is not so low that no score makes up for it: a bias."""
+    return torch.where(b.causal(q, k), 0.0, -65504.0).to(torch.float16)
 
 
-def test_what_can_be_read_beside_a_given_mask():
-    q, k = operands(S)
-    mask = torch.randn(2, 1, S, S) > 0
-    found = read(attend(b.given_and_causal), q, k, mask)
-    assert found.text == "causal, dense bool [2, 1, 21, 21]"
-    check(found, q, k, mask)
-    check(found, q, k, ~mask)
+def added_bool(q, k, visible):
+    """1 and 0, which are added; it hides nothing."""
+    return torch.where(b.causal(q, k), visible[:, None, None, :].float(), -1e4)
+
+
+@pytest.mark.parametrize(
+    ("builder", "sizes", "data", "text"),
+    [
+        (lowest_half, (S,), [], "dense float16 [21, 21]"),
+        (added_bool, (S,), ["attention_mask"], "dense float32 [2, 1, 21, 21]"),
+        (b.given_and_causal, (S,), ["pairs"], "causal, dense bool [2, 1, 21, 21]"),
+        (b.padded_bias, (S,), ["bias"], "dense float32 [2, 21, 21]"),
+        (b.padding, (13, 29), ["attention_mask"], "key padding"),
+    ],
+)
+def test_what_is_a_tensor(builder, sizes, data, text):
+    q, k = operands(*sizes)
+    if builder is lowest_half:
+        q, k = q.half(), k.half()
+    found = read(attend(builder), q, k, *(inputs(x, 0, sizes[-1]) for x in data))
+    assert found.text == text
+    for seed in range(8):
+        check(found, q, k, *(inputs(x, seed, sizes[-1]) for x in data))
 
 
 def test_three_dimensions():
@@ -174,19 +184,6 @@ def test_three_dimensions():
         check(found, q, k, *data)
 
 
-def test_half_precision_hides_less_than_it_seems():
-    """-65504 is not so low that no score makes up for it: a bias."""
-
-    def mask_of(q, k):
-        i, j = b.tokens(q, k)
-        return torch.where(j <= i, 0.0, -65504.0).to(torch.float16)
-
-    q, k = (x.half() for x in operands(S))
-    found = read(attend(mask_of), q, k)
-    assert found.text == "dense float16 [21, 21]"
-    check(found, q, k)
-
-
 def test_rows_whose_number_no_key_has():
     """Even, odd and negative numbers of rows against even ones of keys."""
 
@@ -200,17 +197,3 @@ def test_rows_whose_number_no_key_has():
     assert found.text == "equal ids"
     for each in zip(rows, columns, strict=True):
         check(found, q, k, *each)
-
-
-def test_a_bool_as_a_number():
-    """1 and 0, which are added; it hides nothing."""
-
-    def mask_of(q, k, visible):
-        i, j = b.tokens(q, k)
-        return torch.where(j <= i, visible[:, None, None, :].float(), -1e4)
-
-    visible = torch.ones(2, S, dtype=torch.bool)
-    visible[0, 3] = False
-    found = read(attend(mask_of), *operands(S), visible)
-    assert found.text == f"dense float32 [2, 1, {S}, {S}]"
-    check(found, *operands(S), visible)

@@ -95,60 +95,51 @@ def test_a_mask_that_is_written_in_a_loop(builder, text):
 
 
 def test_more_steps_than_python_recurses():
-    found = read(attend(row_by_row), *operands(150))
-    assert found.text == "is_causal"
+    assert read(attend(row_by_row), *operands(150)).text == "is_causal"
 
 
 OF_ALL_PAIRS = {
-    "cumsum": (lambda: ones().tril().cumsum(-1) > 3, "key ranges"),
-    "roll": (lambda: ones().tril().roll(1, -1), "key ranges"),
-    "sort": (lambda: ones().tril().sort(-1, descending=True).values, "is_causal"),
-    "all": (lambda: ones().tril().all(-1, keepdim=True) | ones().tril(), "is_causal"),
+    "cumsum": (lambda x: x.tril().cumsum(-1) > 3, "key ranges"),
+    "roll": (lambda x: x.tril().roll(1, -1), "key ranges"),
+    "sort": (lambda x: x.tril().sort(-1, descending=True).values, "is_causal"),
+    "all": (lambda x: x.tril().all(-1, keepdim=True) | x.tril(), "is_causal"),
 }
-
-
-def ones():
-    return torch.ones(S, S, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("case", OF_ALL_PAIRS)
 def test_a_constant_that_is_computed_of_all_pairs_at_once(case):
     """Of data it would be a bias, see test_unread_masks."""
     make, text = OF_ALL_PAIRS[case]
-    found = read(attend(lambda q, k: make()), *operands(S))
+    mask_of = lambda q, k: make(torch.ones(S, S, dtype=torch.bool))  # noqa: E731
+    found = read(attend(mask_of), *operands(S))
     assert found.text == text
     check(found, *operands(S))
 
 
-def test_one_without_a_form_is_a_bias():
-    def mask_of(q, k):
-        return (torch.arange(S * S) % 7 > 2).view(S, S)
+def ids_row_by_row(q, k, other):
+    ids = torch.zeros(S, dtype=torch.long)
+    for i in range(S // 2):
+        ids[2 * i : 2 * i + 2] = i // 3
+    return (ids[:, None] == ids) & (other[:, None, :, None] == other[:, None, None])
 
-    assert read(attend(mask_of), *operands(S)).text == "unread"
 
-
-def test_beside_data():
-    def mask_of(q, k, attention_mask):
-        return row_by_row(q, k) & attention_mask[:, None, None, :]
-
-    data = torch.rand(2, S) > 0.2
+@pytest.mark.parametrize(
+    ("mask_of", "data", "text"),
+    [
+        (
+            lambda q, k, x: row_by_row(q, k) & x[:, None, None, :],
+            torch.rand(2, S) > 0.2,
+            "causal, key padding",
+        ),
+        (ids_row_by_row, torch.randint(0, 3, (2, S)), "chunks of 6, same document"),
+    ],
+    ids=["padding", "ids"],
+)
+def test_beside_data(mask_of, data, text):
     found = read(attend(mask_of), *operands(S), data)
-    assert found.text == "causal, key padding"
+    assert found.text == text
     check(found, *operands(S), data)
     check(found, *operands(S), ~data)
-
-
-def test_ids_that_are_written_in_a_loop():
-    def mask_of(q, k, other):
-        ids = torch.zeros(S, dtype=torch.long)
-        for i in range(S // 2):
-            ids[2 * i : 2 * i + 2] = i // 3
-        return (ids[:, None] == ids) & (other[:, None, :, None] == other[:, None, None])
-
-    data = torch.randint(0, 3, (2, S))
-    found = read(attend(mask_of), *operands(S), data)
-    assert found.text != "unread" and "dense" not in found.text
-    check(found, *operands(S), data)
 
 
 def test_many_steps_of_data_are_a_bias():
@@ -165,13 +156,9 @@ def test_many_steps_of_data_are_a_bias():
     check(found, *operands(S), lengths)
 
 
-def test_rows_with_a_gap_have_no_formula():
+def test_what_has_no_form():
     seen = torch.tensor([[True, False, True], [False, True, False]])[None, None]
     assert formula_of(seen[..., :1, :]) is not None  # what it hides has none
     assert formula_of(seen[..., [1], :]) is not None
     assert formula_of(F.pad(seen, (1, 1))) is None
-
-
-def test_numbers_that_are_not_equal_to_themselves_have_no_form():
-    value = torch.tensor([[0.0, torch.nan]])[None, None]
-    assert numbers_in(value) is None
+    assert numbers_in(torch.tensor([[0.0, torch.nan]])[None, None]) is None

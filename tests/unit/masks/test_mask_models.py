@@ -82,11 +82,7 @@ def test_decoders(name, kind):
     wanted = [t.replace("is_causal", "causal") + added if added else t for t in texts]
     logits = forward(model().eval())
     found = read(logits, **data(kind, 0))
-    got = [
-        mask.text if mask else "is_causal" if call.is_causal else "none"
-        for call, mask in zip(found.calls, found.masks, strict=True)
-    ]
-    assert got == wanted
+    assert found.texts == wanted
     for seed in range(3):
         check(found, **data(kind, seed))
 

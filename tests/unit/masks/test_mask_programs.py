@@ -1,8 +1,4 @@
-"""Programs at random: comparisons, connectives, writes in place, ways to hide.
-
-What is read of each has to be its mask, element by element, whatever data comes. A
-program that cannot be read has to be a bias.
-"""
+"""Programs at random: comparisons, connectives, writes in place, ways to hide."""
 
 from __future__ import annotations
 

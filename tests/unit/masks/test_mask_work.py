@@ -79,25 +79,24 @@ def counted(
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("length", [16, 17, 5])
 @pytest.mark.parametrize("sides", [(3, 0), (3, 2), (100, 0), (1, 0)])
-def test_windows(
-    layout: Layout, ranks: int, length: int, sides: tuple[int, int]
-) -> None:
-    mask = window(length, length, *sides)
-    sizes = (length, length, ranks, layout)
+def test_windows(layout, ranks, length, sides) -> None:
+    mask, sizes = window(length, length, *sides), (length, length, ranks, layout)
     assert mask_work(mask, *sizes) == counted(mask, *sizes)
 
 
-@pytest.mark.parametrize(("q_len", "kv_len"), [(7, 19), (19, 7)])
-def test_other_keys_than_queries(q_len: int, kv_len: int) -> None:
-    mask = window(q_len, kv_len, 4, 3)
-    sizes = (q_len, kv_len, 3, Layout.CONTIGUOUS)
-    assert mask_work(mask, *sizes) == counted(mask, *sizes)
+BATCH = torch.tensor([[2] * 16, [16] * 16])
 
 
-def test_limits_of_a_batch() -> None:
-    upper = torch.tensor([[2] * 16, [16] * 16])
-    mask = limited(torch.zeros_like(upper), upper)
-    sizes = (16, 16, 4, Layout.CONTIGUOUS)
+@pytest.mark.parametrize(
+    ("mask", "sizes"),
+    [
+        (window(7, 19, 4, 3), (7, 19, 3)),
+        (window(19, 7, 4, 3), (19, 7, 3)),
+        (limited(torch.zeros_like(BATCH), BATCH), (16, 16, 4)),
+    ],
+)
+def test_other_keys_than_queries_and_a_batch(mask, sizes) -> None:
+    sizes = (*sizes, Layout.CONTIGUOUS)
     assert mask_work(mask, *sizes) == counted(mask, *sizes)
 
 

@@ -19,7 +19,7 @@ from cpcompile.passes.graph.readable import readable
 from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.masks.rewrite_masks import rewrite_masks
 from tests.support.bounds import assert_equal
-from tests.unit.masks.mask_cases import attend, check, operands, read
+from tests.unit.masks.mask_cases import attend, check, operands, read, text_of
 
 S = 21
 sdpa = F.scaled_dot_product_attention
@@ -31,19 +31,6 @@ def visible(*hidden: int) -> torch.Tensor:
     mask = torch.ones(2, S, dtype=torch.bool)
     mask[0, list(hidden)] = False
     return mask
-
-
-def names(found) -> list[str]:
-    return [
-        mask.text
-        if mask
-        else "refused"
-        if call.mask
-        else "is_causal"
-        if call.is_causal
-        else "none"
-        for call, mask in zip(found.calls, found.masks, strict=True)
-    ]
 
 
 def targets(found) -> list[str]:
@@ -60,7 +47,7 @@ def test_layers_share_a_reading():
         return q
 
     found = read(model, *operands(S), visible(3))
-    assert names(found) == ["causal, key padding", "is_causal"] * 3
+    assert found.texts == ["causal, key padding", "is_causal"] * 3
     assert found.count == 2
     assert len({mask.nodes for mask in found.masks if mask}) == 1
     check(found, *operands(S), visible(3, 7, 8))
@@ -90,7 +77,7 @@ def test_what_others_read_stays():
 
     q, k = operands(S)
     found = read(model, q, k)
-    assert names(found) == ["is_causal"]
+    assert found.texts == ["is_causal"]
     left = targets(found)
     assert "row" in left and len([x for x in left if "logical_not_" in x]) == 2
     results = [found.after(*found.seen[0]), found.before(*found.seen[0])]
@@ -106,8 +93,8 @@ def test_a_mask_that_is_written_between_two_layers_is_two_masks():
         return sdpa(q, k, k, attn_mask=mask)
 
     found = read(model, *operands(S))
-    assert names(found)[0] == "is_causal"
-    assert names(found)[1] != "is_causal"
+    assert found.texts[0] == "is_causal"
+    assert found.texts[1] != "is_causal"
     check(found, *operands(S))
 
 
@@ -156,7 +143,7 @@ def test_checkpoint_regions():
     found = read(model, q.requires_grad_(), k, visible(4))
     padded = "causal, key padding"
     window = "causal, window 8"
-    assert names(found) == [
+    assert found.texts == [
         *(padded, "is_causal", padded, "is_causal", window, padded, "is_causal", padded)
     ]
     check(found, q, k, visible(1, 2, 9))
@@ -174,7 +161,7 @@ def test_a_causal_mask_of_a_region_is_gone():
 
     q, k = operands(S)
     found = read(model, q.requires_grad_(), k)
-    assert names(found) == ["is_causal"] * 2
+    assert found.texts == ["is_causal"] * 2
     assert not [x for x in targets(found) if x not in ("q", "q_1") and "sca" not in x]
     before, after = (m(*found.seen[0])[0] for m in (found.before, found.after))
     assert_equal("out", before, after)
@@ -234,13 +221,7 @@ def test_a_million_tokens(builder, data, name):
         seconds = time.process_time() - start
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         mask = ctx.findings.masks.get(ctx.findings.calls[0])
-        text = (
-            mask.text
-            if mask
-            else "is_causal"
-            if ctx.findings.calls[0].is_causal
-            else "none"
-        )
+        text = text_of(ctx.findings.calls[0], mask)
         seen.append((text, seconds, grown / 2**20))
         raise Stop
 

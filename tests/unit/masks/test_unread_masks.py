@@ -68,13 +68,13 @@ def test_what_is_large(monkeypatch):
     assert is_large(0, (size - 1) / held)
 
 
-def test_a_wrong_shape_is_an_error_of_torch():
-    q, k = operands(S)
-    with pytest.raises(Exception, match=r"expanded size|broadcast"):
-        read(attend(b.given), q, k, torch.ones(S, S + 1, dtype=torch.bool))
-
-
-def test_a_wrong_dtype_is_an_error_of_torch():
-    q, k = operands(S)
-    with pytest.raises(Exception, match="attn_mask dtype"):
-        read(attend(b.given), q, k, torch.ones(S, S, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [
+        (torch.ones(S, S + 1, dtype=torch.bool), r"expanded size|broadcast"),
+        (torch.ones(S, S, dtype=torch.int64), "attn_mask dtype"),
+    ],
+)
+def test_a_wrong_mask_is_an_error_of_torch(mask, error):
+    with pytest.raises(Exception, match=error):
+        read(attend(b.given), *operands(S), mask)

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.golden.capture import fake_group
 
 sdpa = F.scaled_dot_product_attention
 
@@ -17,11 +17,8 @@ sdpa = F.scaled_dot_product_attention
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh (cp=4) of a group that exchanges nothing."""
-    torch._dynamo.reset()
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    dist.destroy_process_group()
-    torch._dynamo.reset()
+    with fake_group(1, 4):
+        yield init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
 
 
 class Layer(nn.Module):

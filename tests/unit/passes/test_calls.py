@@ -5,7 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from cpcompile.passes.graph.calls import canonical_call, set_argument
-from cpcompile.passes.graph.effects import is_in_place, view_of, written_by
+from cpcompile.passes.graph.effects import (
+    enables_gradients,
+    is_in_place,
+    view_of,
+    written_by,
+)
 from tests.support.dynamo_graphs import dynamo_graph
 
 aten = torch.ops.aten
@@ -119,34 +124,27 @@ def test_sizes_of_a_symbol():
     assert len(call.arguments["size"]) == 3
 
 
-VIEWS = {
-    "transpose": lambda x: x.transpose(0, 1),
-    "T": lambda x: x.T,
-    "reshape": lambda x: x.reshape(-1),
-    "float": lambda x: x.float(),
-    "type_as": lambda x: x.type_as(x),
-    "getitem": lambda x: x[1:],
-    "aten": lambda x: aten.select.int(x, 0, 1),
-}
-COPIES = {
-    "clone": lambda x: x.clone(),
-    "double": lambda x: x.double(),
-    "add": lambda x: x + 1,
-    "repeat": lambda x: x.repeat(2, 1),
-    "index": lambda x: x[torch.tensor([1, 0])],
-    "index of columns": lambda x: x[:, [1, 0]],
+VIEWS = {  # and whether it is one
+    "transpose": (lambda x: x.transpose(0, 1), True),
+    "T": (lambda x: x.T, True),
+    "reshape": (lambda x: x.reshape(-1), True),
+    "float": (lambda x: x.float(), True),
+    "type_as": (lambda x: x.type_as(x), True),
+    "getitem": (lambda x: x[1:], True),
+    "aten": (lambda x: aten.select.int(x, 0, 1), True),
+    "clone": (lambda x: x.clone(), False),
+    "double": (lambda x: x.double(), False),
+    "add": (lambda x: x + 1, False),
+    "repeat": (lambda x: x.repeat(2, 1), False),
+    "index": (lambda x: x[torch.tensor([1, 0])], False),
+    "index of columns": (lambda x: x[:, [1, 0]], False),
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_views(name):
-    node = last_call(VIEWS[name], torch.ones(4, 6))
-    assert view_of(node) is node.all_input_nodes[0]
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_copies(name):
-    assert view_of(last_call(COPIES[name], torch.ones(4, 6))) is None
+@pytest.mark.parametrize(("fn", "is_view"), VIEWS.values(), ids=VIEWS)
+def test_views(fn, is_view):
+    node = last_call(fn, torch.ones(4, 6))
+    assert view_of(node) is (node.all_input_nodes[0] if is_view else None)
 
 
 WRITES = {
@@ -167,13 +165,6 @@ def test_writes(name):
     assert written_by(node) == [node.args[0]]
 
 
-def test_an_exclusive_or_writes_nothing():
-    """xor is no ior: it has an i nowhere, though or is an operator, too."""
-    node = last_call(lambda x: (x > 0) ^ (x > 1), torch.ones(4, 6))
-    assert canonical_call(node).name == "bitwise_xor"
-    assert not is_in_place(node)
-
-
 def test_out():
     def fn(x, y):
         torch.add(x, x, out=y)
@@ -184,13 +175,55 @@ def test_out():
     assert [n.name for n in written_by(node)] == [node.kwargs["out"].name]
 
 
-@pytest.mark.parametrize("fn", [torch.relu, lambda x: x & 1, lambda x: not x.shape])
+@pytest.mark.parametrize(
+    "fn",
+    # xor is no ior: it has an i nowhere, though or is an operator, too
+    [torch.relu, lambda x: x & 1, lambda x: not x.shape, lambda x: (x > 0) ^ (x > 1)],
+)
 def test_reads(fn):
     def call(x):
-        fn(x)
-        return x.abs()
+        return fn(x), x.abs()
 
-    assert not is_in_place(last_call(call, torch.ones(4, 6, dtype=torch.int32)))
+    nodes = dynamo_graph(call, torch.ones(4, 6, dtype=torch.int32)).graph.nodes
+    assert not any(is_in_place(x) for x in nodes if x.op.startswith("call_"))
+
+
+def with_gradients(x):
+    with torch.enable_grad():
+        return x.sin()
+
+
+def turned_on_for_good(x):
+    torch.set_grad_enabled(True)
+    return x.sin()
+
+
+def without_gradients(x):
+    with torch.no_grad():
+        return x.sin()
+
+
+@pytest.mark.parametrize(
+    ("program", "wanted"),
+    [
+        (with_gradients, True),
+        (turned_on_for_good, True),
+        (without_gradients, False),
+        (torch.sin, False),
+    ],
+)
+def test_programs_that_enable_gradients(program, wanted):
+    """Called without gradients, so that what is in the graph decides."""
+    found = []
+
+    def backend(gm, inputs):
+        found.append(enables_gradients(gm.graph))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(program, backend=backend)(torch.ones(3))
+    assert any(found) == wanted, found
 
 
 @pytest.mark.parametrize(

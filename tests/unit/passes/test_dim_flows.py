@@ -68,34 +68,15 @@ SLICES = [
     (lambda x: x.narrow(1, 2, 3), [(0, 0), (1, 1), (2, 2)]),
     (lambda x: x.roll(1, 1), [(0, 0), (1, 1), (2, 2)]),
     (lambda x: torch.nn.functional.pad(x, (0, 0, 1, 0)), [(0, 0), (1, 1), (2, 2)]),
+    (lambda x: x[:, [0, 2]], None),
+    (lambda x: x[torch.tensor([True, False])], None),
+    (lambda x: x[True], None),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(SLICES)))
-def test_one_tensor(number):
-    fn, expected = SLICES[number]
-    assert kept(fn, X) == [("x", *pair) for pair in expected]
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda x: x[:, [0, 2]],
-        lambda x: x[torch.tensor([True, False])],
-        lambda x: x[True],
-    ],
-)
-def test_other_indices_say_nothing(fn):
-    assert kept(fn, X) is None
-
-
-@pytest.mark.parametrize("fn", [torch.relu, lambda x: x[:, 0], lambda x: x.softmax(1)])
-def test_calls_that_move_nothing_have_no_flows(fn):
-    assert moved(lambda x: fn(x)) is None
-
-
-def test_calls_that_move_tokens_have_flows():
-    assert moved(lambda x: x[:, 1:]) == [("x", dim, dim) for dim in range(3)]
+@pytest.mark.parametrize(("fn", "pairs"), SLICES, ids=range(len(SLICES)))
+def test_one_tensor(fn, pairs):
+    assert kept(fn, X) == (None if pairs is None else [("x", *pair) for pair in pairs])
 
 
 def test_cat_has_tokens_of_all_but_empty_tensors():
@@ -107,20 +88,23 @@ def test_cat_has_tokens_of_all_but_empty_tensors():
 
 
 @pytest.mark.parametrize(
-    "fn",
+    ("fn", "moves"),
     [
-        lambda x: x.split([4, 5], 1)[1],
-        lambda x: torch.split(x, 3, 1)[1],
-        lambda x: x.chunk(2, 1)[0],
-        lambda x: torch.tensor_split(x, 2, dim=1)[0],
+        (lambda x: x[:, 1:], True),
+        (lambda x: x.split([4, 5], 1)[1], True),
+        (lambda x: torch.split(x, 3, 1)[1], True),
+        (lambda x: x.chunk(2, 1)[0], True),
+        (lambda x: torch.tensor_split(x, 2, dim=1)[0], True),
+        (lambda x: x.unbind(1)[0], False),
+        (torch.relu, False),
+        (lambda x: x[:, 0], False),
+        (lambda x: x.softmax(1), False),
     ],
 )
-def test_a_part_of_a_split(fn):
-    assert moved(fn) == [("x", d, d) for d in range(3)]
-
-
-def test_other_calls_with_several_results_say_nothing():
-    assert moved(lambda x: x.unbind(1)[0]) is None
+def test_calls_that_move_tokens_have_flows(fn, moves):
+    assert moved(lambda x: fn(x)) == (
+        [("x", d, d) for d in range(3)] if moves else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,22 +116,16 @@ def test_other_calls_with_several_results_say_nothing():
         ((slice(None), slice(1, None)), (1, 8, 8), [(1, 1), (2, 2)]),
         ([0, 1], (2, 9, 8), []),
         (Ellipsis, (), []),
+        (0, None, []),  # a number has no tokens
     ],
 )
 def test_what_is_assigned_to_a_part(index, part, expected):
     graph = fx.Graph()
-    base, value = graph.placeholder("x"), graph.placeholder("y")
-    base.meta["example_value"], value.meta["example_value"] = (
-        torch.empty(X),
-        torch.empty(part),
-    )
+    base, value = graph.placeholder("x"), 1.0
+    base.meta["example_value"] = torch.empty(X)
+    if part is not None:
+        value = graph.placeholder("y")
+        value.meta["example_value"] = torch.empty(part)
     node = graph.call_function(operator.setitem, (base, index, value))
     assert [(p.dim, p.out) for p in part_written(node)] == expected
     assert all(p.source is value for p in part_written(node))
-
-
-def test_a_number_has_no_tokens():
-    graph = fx.Graph()
-    base = graph.placeholder("x")
-    base.meta["example_value"] = torch.empty(X)
-    assert not part_written(graph.call_function(operator.setitem, (base, 0, 1.0)))

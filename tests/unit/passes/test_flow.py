@@ -78,29 +78,25 @@ def test_entries_that_meet_have_no_flow(name):
     assert flow_of(*MEETING[name]) is None
 
 
-def test_an_operand_that_is_cut_along_is_named():
-    flow = flow_of(torch.add, [[2, N, 4], [N, 4]], [TokenDim(1), None])
-    assert flow.cut == {1: TokenDim(0)} and not flow.is_local
-    again = flow_of(torch.add, [[2, N, 4], [N, 4]], [TokenDim(1), TokenDim(0)])
-    assert again.is_local and again.tensors == flow.tensors
+TABLE = [[2, N, 4], [N, 4]]
+# what is not local, and why: it cuts an operand, or inside, adds up a sum, or draws
+FACTS = {
+    "cut": (torch.add, TABLE, {1: TokenDim(0)}),
+    "cuts_inside": (lambda x, table: x + table.tanh(), TABLE, True),
+    "ends_sums": (lambda x: x.sum(1).tanh(), TABLE[:1], True),
+    "draws": (torch.bernoulli, TABLE[:1], True),
+}
 
 
-def test_what_is_cut_inside_is_told_from_operands():
-    def with_table(x, table):
-        return x + table.tanh()
-
-    flow = flow_of(with_table, [[2, N, 4], [N, 4]], [TokenDim(1), None])
-    assert flow.cuts_inside and not flow.cut and not flow.is_local
-
-
-def test_a_sum_that_is_added_up_inside_needs_a_message():
-    flow = flow_of(lambda x: x.sum(1).tanh(), [[2, N, 4]], [TokenDim(1)])
-    assert flow.ends_sums and not flow.is_local
-
-
-def test_random_numbers_are_noted():
-    flow = flow_of(torch.bernoulli, [[2, N, 4]], [TokenDim(1)])
-    assert flow.draws and not flow.is_local
+@pytest.mark.parametrize("fact", FACTS)
+def test_what_is_not_local(fact):
+    function, shapes, value = FACTS[fact]
+    flow = flow_of(function, shapes, [TokenDim(1), None][: len(shapes)])
+    assert getattr(flow, fact) == value and not flow.is_local
+    assert fact == "cut" or not flow.cut
+    if fact == "cut":
+        again = flow_of(function, shapes, [TokenDim(1), TokenDim(0)])
+        assert again.is_local and again.tensors == flow.tensors
 
 
 def with_no_such_index(x):

@@ -69,39 +69,34 @@ def test_the_least_of_the_cheapest(graph):
     assert solve(*graph) in cheapest
 
 
-def test_nothing_is_laid_out_for_nothing():
-    assert solve([(1.0, 1.0)]) == set()
-    assert solve([(1.0, 0.5)]) == {0}
+# Three consumers that each save 0.5 s pay 1 s together.
+SHARED = [(0.0, None), *[(0.5, 0.0)] * 3]
+TOWARDS = [(4.0, 0.0), (0.0, None)]
+NEAR = [(1e3, 1e3 - 1e-9), (1e3, 1e3), (1e3 - 1e-9, 1e3)]
+STAYING = [NEAR[0], (1e3, None)]
 
 
-def test_a_value_is_relaid_once_for_all_its_consumers():
-    """Three consumers that each save 0.5 s pay 1 s together."""
-    prices = [(0.0, None), *[(0.5, 0.0)] * 3]
-    assert solve(prices, feeds=[(0, [1, 2, 3], 1.0)]) == {1, 2, 3}
-    apart = [(0, [consumer], 1.0) for consumer in (1, 2, 3)]
-    assert solve(prices, feeds=apart) == set()
-
-
-def test_either_direction_is_paid_for():
-    assert solve([(4.0, 0.0), (0.0, None)], feeds=[(0, [1], 1.0)]) == {0}
-    assert solve([(4.0, 0.0), (0.0, None)], feeds=[(0, [1], 5.0)]) == set()
-
-
-def test_what_cannot_be_relaid_keeps_both_on_one_side():
-    assert solve([(4.0, 0.0), (0.0, 1.0)], feeds=[(0, [1], None)]) == {0, 1}
-    with pytest.raises(NetworkXUnbounded):
-        solve([(None, 0.0), (0.0, None)], feeds=[(0, [1], None)])
-    with pytest.raises(NetworkXUnbounded):
-        solve([(None, 0.0), (0.0, None)], same=[(0, 1)])
-
-
-def test_a_nanosecond_next_to_a_quarter_of_an_hour():
-    """It decides, on its own and where a relayout costs as much."""
-    prices = [(1e3, 1e3 - 1e-9), (1e3, 1e3), (1e3 - 1e-9, 1e3)]
-    assert solve(prices) == {0}
-    assert solve(prices[:2], feeds=[(0, [1], 1e-9)]) == {0, 1}
-    assert solve([prices[0], (1e3, None)], feeds=[(0, [1], 0.5e-9)]) == {0}
-    assert solve([prices[0], (1e3, None)], feeds=[(0, [1], 2e-9)]) == set()
+@pytest.mark.parametrize(
+    ("prices", "feeds", "laid_out"),
+    [
+        ([(1.0, 1.0)], [], set()),  # nothing for nothing
+        ([(1.0, 0.5)], [], {0}),
+        (SHARED, [(0, [1, 2, 3], 1.0)], {1, 2, 3}),
+        (SHARED, [(0, [consumer], 1.0) for consumer in (1, 2, 3)], set()),
+        (TOWARDS, [(0, [1], 1.0)], {0}),  # either direction is paid for
+        (TOWARDS, [(0, [1], 5.0)], set()),
+        ([(4.0, 0.0), (0.0, 1.0)], [(0, [1], None)], {0, 1}),  # on one side
+        # A nanosecond next to a quarter of an hour, and where a relayout costs as much.
+        (NEAR, [], {0}),
+        (NEAR[:2], [(0, [1], 1e-9)], {0, 1}),
+        (STAYING, [(0, [1], 0.5e-9)], {0}),
+        (STAYING, [(0, [1], 2e-9)], set()),
+        ([(1e-16, 0.0)], [], set()),  # less than a femtosecond is nothing
+        ([(1e-15, 0.0)], [], {0}),
+    ],
+)
+def test_what_is_laid_out(prices, feeds, laid_out):
+    assert solve(prices, feeds=feeds) == laid_out
 
 
 def test_sums_of_tenths_are_exact():
@@ -110,6 +105,7 @@ def test_sums_of_tenths_are_exact():
     assert solve(prices, same=[(0, 1), (1, 2)]) == set()
 
 
-def test_less_than_a_femtosecond_is_nothing():
-    assert solve([(1e-16, 0.0)]) == set()
-    assert solve([(1e-15, 0.0)]) == {0}
+@pytest.mark.parametrize("pair", [{"feeds": [(0, [1], None)]}, {"same": [(0, 1)]}])
+def test_two_sides_that_cannot_be(pair):
+    with pytest.raises(NetworkXUnbounded):
+        solve([(None, 0.0), (0.0, None)], **pair)

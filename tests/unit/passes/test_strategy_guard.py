@@ -1,28 +1,23 @@
 """The region of lengths for which a plan is right, found by asking for plans."""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 
 from cpcompile.cost.choose import choose
 from cpcompile.cost.hardware.profile import load_profile
-from cpcompile.cost.plans import Direction, Strategy, Workload
+from cpcompile.cost.plans import Direction, Strategy
 from cpcompile.errors import RewriteError
+from cpcompile.passes.model.attention.choose_strategy import _only
 from cpcompile.passes.model.attention.strategy_guard import LONGEST_TOKENS, region
+from tests.unit.cost.cost_cases import NO_COMPUTATION, workload
+from tests.unit.cost.test_latents import CALL as OF_LATENTS
 
-CALL = Workload(
-    batch=1,
-    heads=8,
-    kv_heads=8,
-    q_len=4096,
-    kv_len=4096,
-    head_dim=64,
+CALL = replace(
+    workload(heads=8, kv_heads=8, causal=True, direction=Direction.BOTH),
     value_dim=64,
-    bytes_per_element=2,
-    causal=True,
-    direction=Direction.BOTH,
-    ranks=4,
+    batch=1,
 )
 
 
@@ -62,7 +57,7 @@ def test_the_border_is_found(borders, expected):
 
 def test_keys_of_another_length_stay():
     decide, questions = decide_by(1000)
-    plan = decide(dataclasses.replace(CALL, kv_len=100))
+    plan = decide(replace(CALL, kv_len=100))
     assert region(plan, decide, True, False) == (1000, None)
     assert {w.kv_len for w in questions} == {100}
 
@@ -89,9 +84,19 @@ def test_the_cost_model_has_a_border_on_both_sides():
     plan = decide(CALL)
     low, high = region(plan, decide, True, True)
     forms = {
-        tokens: decide(dataclasses.replace(CALL, q_len=tokens, kv_len=tokens)).chosen
+        tokens: decide(replace(CALL, q_len=tokens, kv_len=tokens)).chosen
         for tokens in (low, *((high - 4, high) if high is not None else ()))
     }
     assert forms.pop(low).label == plan.chosen.label
     if high is not None:
         assert forms[high - 4].label == plan.chosen.label != forms[high].label
+
+
+@pytest.mark.parametrize("chosen", [Strategy.RING, Strategy.ALL_GATHER])
+def test_the_chosen_strategy_stays(chosen):
+    """Of its kind, though another is the cheapest at least for one of these."""
+    plan = choose(OF_LATENTS, NO_COMPUTATION, strategy=chosen)
+    same = _only(plan, of_latents=False)
+    assert same is not None and same.chosen is plan.chosen
+    other = _only(plan, of_latents=True)
+    assert other is not None and other.chosen.strategy is Strategy.LATENTS

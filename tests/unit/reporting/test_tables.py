@@ -14,6 +14,8 @@ from cpcompile.cost.plans.tables import (
     workload_text,
 )
 from cpcompile.geometry.degrees import CPDegrees
+from cpcompile.geometry.layout import Layout
+from cpcompile.reporting.plan_facts import candidate_notes, plan_layouts
 
 
 def test_columns():
@@ -27,18 +29,14 @@ def test_columns():
     )
 
 
-def test_an_excluded_candidate_has_no_numbers():
+def test_words_of_a_candidate():
     candidate = Candidate(Strategy.RING, CPDegrees(1, 4), excluded="it is")
-    assert candidate_row(candidate) == (
-        *("ring", "4", "contiguous", "", "", "", "", "", ""),
-        "it is",
-    )
-
-
-def test_degrees():
+    no_numbers = ("ring", "4", "contiguous", "", "", "", "", "", "", "it is")
+    assert candidate_row(candidate) == no_numbers
     hybrid = Candidate(Strategy.HYBRID, CPDegrees(2, 4, "ring"))
     assert degrees_text(hybrid) == "4 (ring) in 2"
     assert degrees_text(Candidate(Strategy.ULYSSES, CPDegrees(8, 1))) == "8"
+    assert [duration(s) for s in (1.5, 0.25)] == ["1.500 s", "250.000 ms"]
 
 
 def test_the_runner_up():
@@ -60,10 +58,6 @@ def test_a_workload():
         "64 tokens on 32 keys, batch 2, 8 heads, head dim 64 (32 of values), "
         "16 bits per element, not causal, forward and backward"
     )
-
-
-def test_durations():
-    assert [duration(s) for s in (1.5, 0.25)] == ["1.500 s", "250.000 ms"]
 
 
 def test_a_printed_plan():
@@ -103,3 +97,24 @@ def first_columns(text: str) -> str:
 
 def test_names_of_the_package():
     assert dir(cp) == sorted(cp.__all__)
+
+
+def a_plan(**changes):
+    sizes = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 64, "seq": 8192}
+    return cp.plan(**(sizes | {"ranks": 4} | changes))
+
+
+def test_notes_group_candidates_by_reason():
+    notes = candidate_notes(a_plan(kv_seq=4096))
+    assert notes == [
+        f"ring {x}, all_gather {x}, hybrid 2 in 2 (ring) {x}, "
+        f"hybrid 2 (ring) in 2 {x} are out: {x} needs as many queries as keys"
+        for x in ("zigzag", "striped")
+    ]
+    assert candidate_notes(a_plan()) == []
+
+
+def test_layouts_stand_in_their_own_order():
+    order = (Layout.CONTIGUOUS, Layout.ZIGZAG, Layout.STRIPED)
+    assert plan_layouts(a_plan()) == order
+    assert plan_layouts(a_plan(layout="fold")) == (Layout.FOLD,)

@@ -126,6 +126,12 @@ def gradients(model, inputs):
     return loss.detach(), found
 
 
+def check_gradients(model, exact):
+    """The same calls, computed twice."""
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, exact[name], rtol=1e-12, atol=1e-14)
+
+
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
@@ -151,8 +157,7 @@ def test_no_more_is_saved_than_allowed(fraction, vocabulary):
     loss, exact = gradients(model, [tokens])
     compiled = Compiled(model, fraction)
     assert torch.equal(compiled.step(tokens), loss)
-    for name, p in model.named_parameters():  # the same calls, computed twice
-        torch.testing.assert_close(p.grad, exact[name], rtol=1e-12, atol=1e-14)
+    check_gradients(model, exact)
     saved = compiled.saved
     assert saved.size <= fraction * saved.fastest
     assert saved.size == saved_by_forward(compiled)
@@ -180,10 +185,7 @@ def test_bytes_and_fractions_mean_the_same():
 
 
 def least():
-    """The smallest budget, and the text of the error that names it.
-
-    What dropout has drawn is never drawn again.
-    """
+    """The smallest budget, and the text of the error that names it."""
     model, tokens = stack(dropout=0.5)
     with pytest.raises(Exception, match="activation_memory") as caught:
         Compiled(model, 2).step(tokens)
@@ -214,8 +216,7 @@ def test_attention_is_computed_again_only_if_nothing_else_is_left():
     for budget in range(size, 3 * size, size // 5):
         compiled = Compiled(model, budget)
         compiled.step(tokens)
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(p.grad, exact[name], rtol=1e-12, atol=1e-14)
+        check_gradients(model, exact)
         model.zero_grad()
         counts[budget] = compiled.count(ATTENTION)[1]
         assert compiled.saved.size <= budget
@@ -232,8 +233,7 @@ def test_dropout_is_the_same_in_the_backward(fraction):
     compiled = Compiled(model, fraction)
     compiled.step(tokens)
     assert compiled.count(torch.ops.aten.native_dropout.default)[1] == 0
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, exact[name], rtol=1e-12, atol=1e-14)
+    check_gradients(model, exact)
 
 
 def test_regions_of_the_user_are_computed_again_as_before():
@@ -243,8 +243,7 @@ def test_regions_of_the_user_are_computed_again_as_before():
     compiled.step(tokens)
     assert compiled.saved.size == compiled.saved.fastest > 0
     assert compiled.saved.again == ()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, exact[name], rtol=1e-12, atol=1e-14)
+    check_gradients(model, exact)
 
 
 def test_ranks_take_the_choice_of_the_one_that_saves_least():
@@ -269,8 +268,7 @@ def test_what_is_saved_moves_to_the_host(given, monkeypatch):
         compiled.step(tokens)
     copies = compiled.count(torch.ops.prims.device_put.default)
     assert copies[0] == copies[1] > LAYERS
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, exact[name], rtol=1e-12, atol=1e-14)
+    check_gradients(model, exact)
 
 
 def test_kinds_of_saved_values():

@@ -115,20 +115,16 @@ def test_a_failing_program_becomes_small():
 def test_a_body_can_take_the_place_of_its_region():
     inside = Statement("norm", "2", ("-1",), (("how", "F.layer_norm"),), (0,))
     region = Statement("region", "1", ("0",), (("how", "checkpoint"),), (0,), (inside,))
-    program = replace(chained(), statements=(region,), returned=(), losses=())
     loss = Statement("loss", "3", ("1",), (("how", "square"),), (0,))
-    program = replace(program, losses=(loss,))
+    program = replace(chained(), statements=(region,), returned=(), losses=(loss,))
     assert "checkpoint(part" in render(program)
     small = minimise(program, lambda p: "layer_norm" in render(p), seconds=60.0)
     assert [s.kind for s in small.statements] == ["norm"]
     assert small.statements[0].operands == ("0",)
     assert small.losses[0].operands == ("2",)
-
-
-def test_a_value_that_is_left_out_is_its_operand():
+    # A value that is left out is its operand.
     program = leave_out(chained(), {"2", "3", "4"})
-    assert program.statements[1].operands == ("1",)
-    assert program.losses[0].operands == ("1",)
+    assert program.statements[1].operands == program.losses[0].operands == ("1",)
 
 
 def test_steps_of_a_chain_come_back():
@@ -172,26 +168,27 @@ def test_bounds_of_float32_are_by_the_error_of_one_process():
             assert beyond({"loss": error}, {"loss": nothing}, "float32")
 
 
-def test_what_is_missing_is_wrong():
-    one = {"grad a": torch.ones(2)}
-    assert beyond(distances({}, one), {}, "float64") == [
-        "grad a: error inf, allowed 7.11e-11"
-    ]
-    zero = {"grad a": torch.zeros(2)}
-    assert not beyond(distances({}, zero), {}, "float64")
-    assert not beyond(distances(zero, {}), {}, "float64")
-    assert beyond(distances({}, {"result": torch.zeros(2)}), {}, "float64")
-    nan = {"grad a": torch.tensor([1.0, torch.nan])}
-    assert beyond(distances(nan, one), {}, "float64")
-    assert not beyond(distances(nan, nan), {}, "float64")
-    assert beyond(distances({"grad a": torch.ones(3)}, one), {}, "float64")
+ONE, ZERO = {"grad a": torch.ones(2)}, {"grad a": torch.zeros(2)}
+NAN = {"grad a": torch.tensor([1.0, torch.nan])}
 
 
-def test_reasons_of_one_cause_are_alike():
-    first = short('linear at m22 (File "x.py", line 43, in forward) got [2, 16, 9]')
-    second = short('linear at m7 (File "x.py", line 1, in forward) got [3, 12, 9]')
-    assert first == second
-    assert short("one") != short("another")
+@pytest.mark.parametrize(
+    ("got", "exact", "is_wrong"),
+    [
+        ({}, ONE, True),
+        ({}, ZERO, False),
+        (ZERO, {}, False),
+        ({}, {"result": torch.zeros(2)}, True),
+        (NAN, ONE, True),
+        (NAN, NAN, False),
+        ({"grad a": torch.ones(3)}, ONE, True),
+    ],
+)
+def test_what_is_missing_is_wrong(got, exact, is_wrong):
+    texts = beyond(distances(got, exact), {}, "float64")
+    assert bool(texts) == is_wrong
+    if not got and exact is ONE:
+        assert texts == ["grad a: error inf, allowed 7.11e-11"]
 
 
 def test_a_tally_counts_faults_and_keeps_seeds():
@@ -205,6 +202,10 @@ def test_a_tally_counts_faults_and_keeps_seeds():
     table = tally.table()
     assert "hang        2  no answer  (seeds 1, 1)" in table
     assert "1 of 2 attention calls" in table
+    # Reasons of one cause are alike.
+    first = short('linear at m22 (File "x.py", line 43, in forward) got [2, 16, 9]')
+    second = short('linear at m7 (File "x.py", line 1, in forward) got [3, 12, 9]')
+    assert first == second and short("one") != short("another")
 
 
 def test_a_failure_is_a_file_that_runs_alone():

@@ -5,20 +5,16 @@ import pytest
 from tools import lines
 
 
-def test_the_longest_path_decides():
+def test_the_longest_path_decides_and_none_is_listed_twice_or_for_nothing():
     assert lines.concern_of("cpcompile/geometry/degrees.py").startswith("attention")
     assert lines.concern_of("cpcompile/geometry/mask_tiles.py") == "masks"
     assert lines.concern_of("passes/model/sharding/norm_rules.py").startswith("moved")
     with pytest.raises(KeyError, match=r"other/new\.py belongs to no concern"):
         lines.concern_of("other/new.py")
-
-
-def test_no_path_is_listed_twice_or_for_nothing():
     paths = [x for listed in lines.CONCERNS.values() for x in listed.split()]
     assert len(paths) == len(set(paths))
-    files = [
-        x.relative_to(lines.ROOT).as_posix() for x in lines._python_files(lines.ROOT)
-    ]
+    root = lines.ROOT
+    files = [x.relative_to(root).as_posix() for x in lines._python_files(root)]
     assert [x for x in paths if not any(f.startswith(x) for f in files)] == []
 
 

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile.errors import InputError
 from cpcompile.ranks import agreement
 from cpcompile.ranks.agreement import Message
 from cpcompile.torch_patches import symbolic_tracing
+from tests.golden.capture import fake_group
 
 
 @pytest.fixture
@@ -25,17 +25,19 @@ def told(monkeypatch):
         return [message, Message(message.text)]
 
     monkeypatch.setattr(agreement, "exchange", exchange)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield messages
-    dist.destroy_process_group()
+    with fake_group(0, 2):
+        yield messages
+
+
+def new_length() -> torch.SymInt:
+    environment, source = ShapeEnv(), ConstantSource("length")
+    symbol = environment.create_symbol(64, source, DimDynamic.DYNAMIC)
+    return environment.create_symintnode(symbol, hint=64, source=source)
 
 
 def attempt(compile_graph):
-    environment, source = ShapeEnv(), ConstantSource("length")
-    symbol = environment.create_symbol(64, source, DimDynamic.DYNAMIC)
-    length: torch.SymInt = environment.create_symintnode(symbol, hint=64, source=source)
     return symbolic_tracing.attempt(
-        [lambda: (*compile_graph(), (length,))],
+        [lambda: (*compile_graph(), (new_length(),))],
         dist.group.WORLD,
         "forward",
         (InputError,),
@@ -63,37 +65,35 @@ def test_an_error_for_the_user_is_raised_after_the_others_know(told):
     assert told == [Message(error="InputError: a wrong dimension", final=True)]
 
 
-def test_other_ranks_failed(told, caplog, monkeypatch):
-    failure = Message(error="MemoryError")
-    monkeypatch.setattr(
-        agreement, "exchange", lambda group, message, *_: [message, failure]
-    )
-    with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
-        assert attempt(lambda: ("compiled", {})) is None
-    assert "serves the sizes of one call only: rank 0 of group" in caplog.text
-    assert "compiles forward, and rank 1 cannot: MemoryError" in caplog.text
+def failed(group, message, *_):
+    return [message, Message(error="MemoryError")]
 
 
-def test_other_guards_on_another_rank(told, caplog, monkeypatch):
-    monkeypatch.setattr(agreement, "all_equal", lambda *given: False)
+@pytest.mark.parametrize(
+    ("name", "function", "why"),
+    [
+        ("exchange", failed, "compiles forward, and rank 1 cannot: MemoryError"),
+        ("all_equal", lambda *_: False, "the ranks need different guards on it"),
+    ],
+)
+def test_other_ranks_failed(told, caplog, monkeypatch, name, function, why):
+    monkeypatch.setattr(agreement, name, function)
     with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
         assert attempt(lambda: ("compiled", {})) is None
-    assert "the ranks need different guards on it" in caplog.text
+    assert "serves the sizes of one call only: " in caplog.text
+    assert why in caplog.text
 
 
 def test_the_first_way_that_can_is_taken(caplog):
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    environment, source = ShapeEnv(), ConstantSource("length")
-    symbol = environment.create_symbol(64, source, DimDynamic.DYNAMIC)
-    length = environment.create_symintnode(symbol, hint=64, source=source)
+    length = new_length()
 
     def way(made):
         return lambda: ("made", {}, (length,)) if made else failing(TypeError("no"))()
 
-    with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
+    level = caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing")
+    with fake_group(0, 1), level:
         given = (dist.group.WORLD, "forward", ())
         assert symbolic_tracing.attempt([way(False), way(True)], *given) == "made"
         assert "serves one" not in caplog.text
         assert symbolic_tracing.attempt([way(False), way(False)], *given) is None
     assert caplog.text.count("serves the sizes of one call only: no") == 1
-    dist.destroy_process_group()
