@@ -54,8 +54,7 @@ CONCERNS = {
         passes/model/normalize/fold_scans.py cpcompile/torch_patches/kept_mixers.py""",
     "sharding and placement": """
         passes/model/sharding passes/placement cpcompile/ops/tile_sums.py
-        cpcompile/ops/comm/communic cpcompile/ops/comm/relayout.py
-        passes/rewrites.py""",
+        cpcompile/ops/comm/communic cpcompile/ops/comm/relayout.py""",
     "moved tokens, windows, halos, convolutions": """
         passes/model/moves cpcompile/ops/comm/halo_exchange.py
         cpcompile/ops/comm/moved_tokens.py cpcompile/ops/comm/token_runs.py

@@ -100,7 +100,7 @@ class fails_once:
         self.original, self.texts, self.calls = getattr(module, name), [], 0
         self.patches = [
             mock.patch.object(module, name, self.call),
-            mock.patch.object(attempts, "warn_once", self.texts.append),
+            mock.patch.object(logs, "warn_once", self.texts.append),
         ]
 
     def call(self, *args, **kwargs):

@@ -133,7 +133,7 @@ def run_without_compiler() -> str:
     def no_backend(gm, inputs, *_):
         return aot_autograd(fw_compiler=missing)(gm, inputs)
 
-    with mock.patch.object(inner_compilers, "aot_eager", no_backend):
+    with mock.patch.object(inner_compilers, "_aot_eager", no_backend):
         try:
             compare(Model, (2, 16, 8), 2)
         except Exception as error:
