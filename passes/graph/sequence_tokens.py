@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -97,32 +98,36 @@ class Padding:
     real: fx.Node
 
 
-def own_queries(x: Tensor, dim: int) -> Tensor:
-    """Return x; mark in a graph that ranks compute their own entries of `dim` alone."""
-    return x
+class Wanted(StrEnum):
+    """What ranks should hold of a value, which a `constraint` in a graph names."""
+
+    OWN_ROWS = "own rows"  # their own entries of `dim`, as they are
+    ALL_ROWS = "all rows"  # all entries of `dim`
+    KEY_SOURCE = "key source"  # all of it, to compute keys of all tokens from
+    COMPUTED_KEYS = "computed keys"  # keys or values of all tokens, computed there
+    EXCHANGED = "exchanged"  # entries of `target` for those of `dim`; all with None
+
+    __repr__ = str.__repr__  # as a graph prints it
 
 
-def whole_keys(x: Tensor, dim: int) -> Tensor:
-    """Return x; mark in a graph that ranks need all entries of `dim`, its tokens."""
-    return x
+def constraint(
+    x: Tensor, wanted: Wanted, dim: int | None = None, target: int | None = None
+) -> Tensor:
+    """Return x; mark in a graph what ranks should hold of it, for shard_graph.
 
-
-def key_source(x: Tensor, dim: int | None) -> Tensor:
-    """Return x; mark in a graph that every rank computes keys of all tokens from it.
-
-    dim: the dimension that has the tokens; None if it is the same for every token.
+    dim: the dimension that has the entries, mostly tokens; None if none has.
     """
     return x
 
 
-def computed_keys(x: Tensor) -> Tensor:
-    """Return x; mark keys or values in a graph that every rank has computed of all."""
-    return x
+def wanted_of(node: fx.Node) -> Wanted | None:
+    """Return what a node that is a constraint wants; None of other nodes."""
+    return node.args[1] if node.target is constraint else None  # type: ignore[return-value]
 
 
 def is_row_parallel_operand(node: fx.Node) -> bool:
-    """Tell whether a node is a call of own_queries or whole_keys, (x, dim)."""
-    return node.target in (own_queries, whole_keys)
+    """Tell whether a node marks an operand of attention by rows."""
+    return wanted_of(node) in (Wanted.OWN_ROWS, Wanted.ALL_ROWS)
 
 
 def token_dim(
@@ -186,12 +191,3 @@ def candidate_dims(
             if size > tokens:
                 dims.append(TokenDim(dim, size // tokens))
     return dims
-
-
-def exchanged(x: Tensor, source: int, target: int | None) -> Tensor:
-    """Return x; mark in a graph that ranks change what they hold of it.
-
-    Before, each has its entries of dimension `source`; after, those of `target`, or
-    all with None.
-    """
-    return x

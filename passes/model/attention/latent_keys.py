@@ -2,22 +2,21 @@
 
     k = up(latent)                             [B, S, D], cut along S
       ->
-    latent_1, weight_1 = key_source(latent, 1), key_source(weight, None)
-    k_1 = computed_keys(up_1(latent_1))        all of it, on every rank
+    latent_1 = constraint(latent, KEY_SOURCE, 1)
+    weight_1 = constraint(weight, KEY_SOURCE, None)
+    k_1 = constraint(up_1(latent_1), COMPUTED_KEYS)   all of it, on every rank
 
 What else reads k reads the old one. In the backward all of this is done again.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.fx as fx
 from torch import Tensor
 
 from ...graph.context import KeySources
 from ...graph.nodes import RECOMPUTE_LAST, fake_value, insert_call
-from ...graph.sequence_tokens import computed_keys, key_source
+from ...graph.sequence_tokens import Wanted, constraint
 
 
 class LatentKeys:
@@ -29,8 +28,8 @@ class LatentKeys:
 
     def of(self, x: fx.Node) -> fx.Node:
         """Return what stands for keys or values, before the insertion point."""
-        args, value = (self._whole(x),), fake_value(x)
-        made = insert_call(x.graph, computed_keys, args, like=x, value=value)
+        args, value = (self._whole(x), Wanted.COMPUTED_KEYS), fake_value(x)
+        made = insert_call(x.graph, constraint, args, like=x, value=value)
         return self._tagged(made)
 
     def _whole(self, x: fx.Node) -> fx.Node:
@@ -52,10 +51,10 @@ class LatentKeys:
         last = x
         if x.op == "placeholder":
             last = x.graph.find_nodes(op="placeholder")[-1]
-        args: tuple[Any, ...] = (x, self.sources.gathered.get(x))
+        args = (x, Wanted.KEY_SOURCE, self.sources.gathered.get(x))
         with x.graph.inserting_after(last):
             value = fake_value(x)
-            source = insert_call(x.graph, key_source, args, like=x, value=value)
+            source = insert_call(x.graph, constraint, args, like=x, value=value)
         return self._tagged(source)
 
     def _tagged(self, node: fx.Node) -> fx.Node:

@@ -31,14 +31,15 @@ from ...graph.sequence_tokens import (
     SequenceDim,
     TokenAxis,
     TokenDim,
-    key_source,
-    whole_keys,
+    Wanted,
+    wanted_of,
 )
 from ..normalize.pad_convolutions import convolved, independent_channels
 from ..sharding.dim_flows import part_written
 
 CREATIONS = (*NEW_TENSORS, "arange", "size")
 """Calls that read no value of their operands, but their shape, dtype or device."""
+_WHOLE = (Wanted.ALL_ROWS, Wanted.KEY_SOURCE)  # every rank has all of these
 
 
 class DimGroup:
@@ -159,7 +160,7 @@ class DimGroup:
     ) -> Iterator[tuple[fx.Node, TokenDim]]:
         if node.op not in ("call_function", "call_method"):
             return
-        if node.target in (whole_keys, key_source):
+        if wanted_of(node) in _WHOLE:
             return
         sequence, index = SequenceDim(dim, self.entries), None
         if node.target is operator.getitem:
@@ -220,7 +221,7 @@ class DimGroup:
     def _after(self, user: fx.Node) -> None:
         if user.op == "output" or sub_graph(user) is not None:
             return
-        if user.target in (whole_keys, key_source):  # every rank has all of these
+        if wanted_of(user) in _WHOLE:
             return
         if spelled(user) in CREATIONS:
             return

@@ -2,8 +2,8 @@
 
     y = cumsum(k, 1)                         x: [B, S, H, D], split along S
       ->
-    k = exchanged(k, 1, 2)                   split along H, with all tokens
-    y = exchanged(cumsum(k, 1), 2, 1)        split along S again
+    k = constraint(k, EXCHANGED, 1, 2)               split along H, with all tokens
+    y = constraint(cumsum(k, 1), EXCHANGED, 2, 1)    split along S again
 
 A call that brings tokens together, such as a cumulative sum, a scan or a recurrence,
 would run in full on every rank. Where it treats every entry of another dimension by
@@ -12,7 +12,7 @@ minimum cut (Note [Exchanged or not]). A dimension has a part for every rank; wh
 entries read is gathered if that is cheap. A recurrence with an affine state may stay
 split along the tokens and pass on its states instead, which the cut compares.
 
-`exchanged` only says where values lie: shard_graph makes it an all-to-all, and DTensor
+`constraint` only says where values lie: shard_graph makes it an all-to-all, and DTensor
 decides on every call in between, so that a wrong class costs time, never a number.
 """
 
@@ -43,7 +43,7 @@ from ...graph.nodes import (
     sub_graph,
     where,
 )
-from ...graph.sequence_tokens import TokenDim, exchanged
+from ...graph.sequence_tokens import TokenDim, Wanted, constraint, wanted_of
 from ...placement.scan_calls import cp_scan, scanned_in_parts
 from .dim_group import CREATIONS, DimGroup
 from .mixed_sequence import MixedSequence, dim_size, find_sequences, moves_little
@@ -126,7 +126,7 @@ class _Exchange:
                     x
                     for node in region.moved
                     for x in node.all_input_nodes
-                    if x.target is exchanged
+                    if wanted_of(x) is Wanted.EXCHANGED
                 }
                 inside = [x for x in mixers if x in region.moved]
                 count += len(inside)
@@ -252,10 +252,11 @@ class _Exchange:
         for user in users:
             written = [x for x in writes if x < user]
             readers.setdefault(max(written, default=last), []).append(user)
-        args, value = (node, source, target), fake_value(node)
+        args = (node, Wanted.EXCHANGED, source, target)
+        value = fake_value(node)
         for last, users in readers.items():
             with node.graph.inserting_after(last):
-                new = insert_call(node.graph, exchanged, args, like=node, value=value)
+                new = insert_call(node.graph, constraint, args, like=node, value=value)
             for each in (self.sequence.tokens, *self.sequence.classes):
                 if node in each.dims:
                     each.dims[new] = each.dims[node]

@@ -3,8 +3,8 @@
     scores = matmul(q, k.mT)                          q: [B, H, S, D], k: [B, 1, S, D]
     chosen = topk(scores, 16)
       ->
-    whole_keys = whole_keys(k, 2)
-    scores = matmul(q, whole_keys.mT)
+    keys = constraint(k, ALL_ROWS, 2)
+    scores = matmul(q, keys.mT)
 
 Both operands of such a product have tokens, and a rank needs all of one of them.
 DTensor would bring the smaller one, or what is smaller after it was expanded, and what
@@ -28,8 +28,9 @@ from ...graph.nodes import all_nodes, expected_shape, fake_value, insert_call
 from ...graph.sequence_tokens import (
     SequenceDim,
     TokenDim,
+    Wanted,
+    constraint,
     is_row_parallel_operand,
-    whole_keys,
 )
 from ..patterns.products import Product, read_product
 from .mixed_sequence import FARTHEST, MixedSequence, computes, dim_size, find_sequences
@@ -127,10 +128,8 @@ def _mark(sequence: MixedSequence, node: fx.Node, keys: fx.Node, dim: int) -> No
             break
         user, (keys, dim) = keys, source
     with user.graph.inserting_before(user):
-        value = fake_value(keys)
-        marked = insert_call(
-            user.graph, whole_keys, (keys, dim), like=user, value=value
-        )
+        args, value = (keys, Wanted.ALL_ROWS, dim), fake_value(keys)
+        marked = insert_call(user.graph, constraint, args, like=user, value=value)
     user.replace_input_with(keys, marked)
 
 

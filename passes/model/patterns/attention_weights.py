@@ -2,8 +2,9 @@
 
     weights = softmax(matmul(q, k.mT));  out = matmul(weights, v);  return out, weights
       ->
-    weights = softmax(matmul(own_queries(q, 2), whole_keys(k.mT, 3)))
-    out = matmul(weights, whole_keys(v, 2));  return out, weights
+    queries = constraint(q, OWN_ROWS, 2);  keys = constraint(k.mT, ALL_ROWS, 3)
+    weights = softmax(matmul(queries, keys))
+    out = matmul(weights, constraint(v, ALL_ROWS, 2));  return out, weights
 
 All weights of a query have to be on one rank, and no operator of ours gives them. So
 each rank computes the rows of its queries, once, from its own queries and all keys and
@@ -12,15 +13,14 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.fx as fx
 
 from ...graph.calls import canonical_call, spelled
 from ...graph.nodes import all_nodes, fake_value, insert_call
-from ...graph.sequence_tokens import own_queries, whole_keys
+from ...graph.sequence_tokens import Wanted, constraint
 from .arrangement import DimLabels
 from .match_attention import (
     SOFTMAX,
@@ -76,20 +76,18 @@ def attention_with_weights(graph: fx.Graph) -> Iterator[AttentionWithWeights]:
 
 def mark_rows(attention: AttentionWithWeights) -> None:
     """Mark in the graph which operand is cut, and which are needed whole."""
-    _mark(attention.queries, own_queries)
+    _mark(attention.queries, Wanted.OWN_ROWS)
     for operand in (attention.keys, *attention.values):
-        _mark(operand, whole_keys)
+        _mark(operand, Wanted.ALL_ROWS)
 
 
-def _mark(x: Operand, function: Callable[..., Any]) -> None:
-    if x.node.target is function and x.node.args[1] == x.dim:
+def _mark(x: Operand, wanted: Wanted) -> None:
+    if x.node.target is constraint and x.node.args[1:] == (wanted, x.dim):
         return
-    with x.product.graph.inserting_before(x.product):
-        args = (x.node, x.dim)
-        value = fake_value(x.node)
-        marked = insert_call(
-            x.product.graph, function, args, like=x.product, value=value
-        )
+    graph, value = x.product.graph, fake_value(x.node)
+    with graph.inserting_before(x.product):
+        args = (x.node, wanted, x.dim)
+        marked = insert_call(graph, constraint, args, like=x.product, value=value)
     x.product.replace_input_with(x.node, marked)
 
 

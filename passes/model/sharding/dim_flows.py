@@ -32,12 +32,14 @@ from ...graph.mixer_calls import (
     result_roles,
 )
 from ...graph.nodes import fake_value
-from ...graph.sequence_tokens import is_row_parallel_operand, key_source
+from ...graph.sequence_tokens import Wanted, wanted_of
 from ...placement.scan_calls import joined_operands
 from ..attention.find_attention import attention_operands
 from ..mutation.masked_rows import write_rows, write_rows_
 from ..normalize.pad_convolutions import convolved
 from .norm_rules import RULES as NORMS
+
+_OF_TOKENS = (Wanted.OWN_ROWS, Wanted.ALL_ROWS, Wanted.KEY_SOURCE)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
     if node.target in (write_rows, write_rows_):
         return _all_dims(node.args[0])
     local = local_source(node)
-    if local is not None or is_row_parallel_operand(node) or node.target is key_source:
+    if local is not None or wanted_of(node) in _OF_TOKENS:
         return _all_dims(local or node.args[0])
     if spelled(node) in NORMS:  # statistics are of all positions, results stay there
         return _all_dims(canonical_call(node).arguments["input"])
@@ -78,13 +80,11 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
 def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """Return the operands of attention or a mixer, each with its dimension of tokens.
 
-    Where attention weights are shown, each operand is marked by a call of its own,
-    which gives that operand.
+    Where attention is not one call, each operand has a constraint of its own.
     """
-    if is_row_parallel_operand(node):
-        return [node.args]  # type: ignore[list-item]  # a node and a dimension
-    if node.target is key_source:
-        return [node.args] if node.args[1] is not None else []  # type: ignore[list-item]
+    if wanted_of(node) in _OF_TOKENS:
+        x, _, dim = node.args
+        return [] if dim is None else [(x, dim)]  # type: ignore[list-item]
     if is_mixer(node):
         return mixed_tokens(node)
     if is_attention(node):

@@ -38,12 +38,7 @@ from ...graph.nodes import (
     where,
 )
 from ...graph.origins import name_origin
-from ...graph.sequence_tokens import (
-    TokenDim,
-    is_row_parallel_operand,
-    key_source,
-    placed_sequence_dim,
-)
+from ...graph.sequence_tokens import TokenDim, constraint, placed_sequence_dim
 from ...placement.decisions import (
     Alias,
     Decision,
@@ -103,8 +98,7 @@ class ShardingInterpreter(GraphWriter):
             if is_cp_attention(n)
             or is_mixer(n)
             or n in unplanned
-            or is_row_parallel_operand(n)
-            or n.target is key_source
+            or n.target is constraint
             for x in token_operands(n)
         ]
         fake_mode = self.trial.fake_mode

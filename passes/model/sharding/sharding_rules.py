@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import is_symbol
@@ -28,14 +28,7 @@ from ...graph.mixer_calls import mixed_in_parts
 from ...graph.new_call import NewCall
 from ...graph.nodes import fake_value, where
 from ...graph.origins import origin
-from ...graph.sequence_tokens import (
-    TokenDim,
-    computed_keys,
-    exchanged,
-    is_row_parallel_operand,
-    key_source,
-    own_queries,
-)
+from ...graph.sequence_tokens import TokenDim, Wanted, constraint
 from ...placement.decisions import (
     Decision,
     FallBack,
@@ -99,14 +92,8 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
         return of_others
     if is_attention(node):
         return left_attention(known, node, distributed)
-    if is_row_parallel_operand(node):
-        return row_parallel_operand(known, node)
-    if node.target is key_source:
-        return source_of_keys(known, node)
-    if node.target is computed_keys:
-        return Replace(NewCall(cp_unreduced, (node.args[0], known.cp_axis)))
-    if node.target is exchanged:
-        return exchange(known, node)
+    if node.target is constraint:
+        return constrain(known, node)
     if node.target is mixed_in_parts:
         args = (*node.args, known.cp_axis)
         return Propagate(NewCall(cp_mixed_in_parts, args))
@@ -334,47 +321,29 @@ def expand_as(known: GraphValues, node: fx.Node) -> Decision | None:
     return Plain(NewCall(torch.Tensor.expand, (arguments["input"], shape)))
 
 
-def row_parallel_operand(known: GraphValues, node: fx.Node) -> Decision:
-    """Decide on an operand of attention whose weights are shown.
-
-    All keys come to the ranks of queries.
-    """
-    (source,) = node.all_input_nodes
-    value = known.value(source)
-    if not isinstance(value, DTensor) or node.target is own_queries:
-        return Replace(source)
-    if value.placements[known.ctx.axis].is_replicate():
-        return Replace(source)
-    return Propagate(NewCall(cp_gather_keys, (source, known.cp_axis)))
-
-
-def source_of_keys(known: GraphValues, node: fx.Node) -> Decision:
-    """Bring what keys are made of to every rank; a rank's gradient is a summand."""
-    x: Any = node.args[0]
-    value = known.value(x)
-    if isinstance(value, DTensor):
-        return Replace(NewCall(cp_key_source, (x, known.cp_axis)))
-    if not value.requires_grad:
-        return Replace(x)
-    whole = NewCall(cp_replicate, (x, known.cp_axis))
-    return Replace(NewCall(cp_key_source, (whole, known.cp_axis)))
-
-
-def exchange(known: GraphValues, node: fx.Node) -> Decision:
-    """Bring a value to another dimension; it is cut where ranks have all of it."""
+def constrain(known: GraphValues, node: fx.Node) -> Decision:
+    """Bring a value to what a constraint wants; most values are there already."""
     arguments: tuple[Any, ...] = node.args
-    x, source, target = arguments
+    (x, wanted, *dims), axis = arguments, known.cp_axis
     value = known.value(x)
     placement = value.placements[known.ctx.axis] if isinstance(value, DTensor) else None
-    if target is None:
-        if placement != Shard(source):
-            return Replace(x)
-        return Replace(NewCall(cp_gather_keys, (x, known.cp_axis)))
-    if placement == Shard(target):
-        return Replace(x)
-    if placement == Shard(source):
-        return Replace(NewCall(cp_exchange, (x, known.cp_axis, source, target)))
-    return Replace(NewCall(cp_shard, (x, known.cp_axis, target)))
+    gathered = NewCall(cp_gather_keys, (x, axis))
+    if wanted is Wanted.ALL_ROWS and placement not in (None, Replicate()):
+        return Propagate(gathered)
+    if wanted is Wanted.KEY_SOURCE and (placement or value.requires_grad):
+        whole = x if placement else NewCall(cp_replicate, (x, axis))
+        return Replace(NewCall(cp_key_source, (whole, axis)))
+    if wanted is Wanted.COMPUTED_KEYS:
+        return Replace(NewCall(cp_unreduced, (x, axis)))
+    if wanted is Wanted.EXCHANGED:
+        source, target = dims
+        if target is None and placement == Shard(source):
+            return Replace(gathered)
+        if target is not None and placement != Shard(target):
+            if placement == Shard(source):
+                return Replace(NewCall(cp_exchange, (x, axis, source, target)))
+            return Replace(NewCall(cp_shard, (x, axis, target)))
+    return Replace(x)
 
 
 RULES: dict[str, ShardingRule] = {

@@ -50,29 +50,29 @@ def test_what_every_rank_computes(mesh):
         until="insert_attention",
     )["insert_attention"]
     text = changes(step)
-    assert text.count("key_source(") == 6  # the value, weights, cosines and sines
-    kept = ("key", "linear", "getitem_12", "transpose_2")
+    assert text.count("'key source'") == 6  # the value, weights, cosines and sines
+    kept = ("key", "constraint", "linear", "getitem_12", "transpose_2")
     assert_golden(
         "\n".join(x for x in text.splitlines() if any(word in x for word in kept)),
         """\
-+ key_source_3 = key_source(l_self_modules_up_parameters_bias_, None)
-+ key_source_2 = key_source(l_self_modules_up_parameters_weight_, None)
-+ key_source_1 = key_source(l_self_modules_latent_norm_parameters_weight_, None)
-+ key_source = key_source(linear_1, 1)
-+ split_3 = .split(key_source, [8, 4], -1)
-+ rms_norm_1 = rms_norm(split_3[0], (8,), key_source_1, None)
-+ made_1 = linear(rms_norm_1, key_source_2, key_source_3)
-+ key_source_4 = key_source(cos_2, None)
-+ key_source_5 = key_source(sin_2, None)
-+ mul_10 = mul(chunk_2[0], key_source_4)
-+ mul_11 = mul(chunk_2[1], key_source_5)
-+ mul_12 = mul(chunk_2[1], key_source_4)
-+ mul_13 = mul(chunk_2[0], key_source_5)
-+ computed_keys = computed_keys(k_1)
-+ computed_keys_1 = computed_keys(split_4[1])
-+ all_gather_attention_default = cp.all_gather_attention(q_1, computed_keys,
-    computed_keys_1, sizes=[40, 40], spec='causal scale=0.288675 whole_keys',
-    group=GROUP)
++ constraint_3 = constraint(l_self_modules_up_parameters_bias_, 'key source', None)
++ constraint_2 = constraint(l_self_modules_up_parameters_weight_, 'key source', None)
++ constraint_1 = constraint(l_self_modules_latent_norm_parameters_weight_, 'key source',
+    None)
++ constraint = constraint(linear_1, 'key source', 1)
++ split_3 = .split(constraint, [8, 4], -1)
++ rms_norm_1 = rms_norm(split_3[0], (8,), constraint_1, None)
++ made_1 = linear(rms_norm_1, constraint_2, constraint_3)
++ constraint_4 = constraint(cos_2, 'key source', None)
++ constraint_5 = constraint(sin_2, 'key source', None)
++ mul_10 = mul(chunk_2[0], constraint_4)
++ mul_11 = mul(chunk_2[1], constraint_5)
++ mul_12 = mul(chunk_2[1], constraint_4)
++ mul_13 = mul(chunk_2[0], constraint_5)
++ constraint_6 = constraint(k_1, 'computed keys')
++ constraint_7 = constraint(split_4[1], 'computed keys')
++ all_gather_attention_default = cp.all_gather_attention(q_1, constraint_6,
+    constraint_7, sizes=[40, 40], spec='causal scale=0.288675 whole_keys', group=GROUP)
 ~ transpose_2: y -> all_gather_attention_default[0]""",
     )
 

@@ -55,32 +55,32 @@ def test_keys_and_values_are_gathered_for_every_product(mesh):
     for form in (returned, two_values, with_a_sink):
         found = captured(form, mesh)
         assert found["fold_attention_patterns"].rewrites == 1
-        words = ("= matmul", "softmax(", "= cp_reduce_partial", "= einsum", "= cat")
+        words = ("= matmul", "softmax(", "= cp_gather_keys", "= einsum", "= cat")
         texts[form.__name__] = found.lines(*words)
     assert_golden(
         table(texts),
         """\
 returned:
-  whole_keys = cp_gather_keys(transpose)  # [2, 4, 8, 6] R
-  matmul = matmul(cp_shard_1, whole_keys)  # [2, 4, 6, 6] S(2)
+  constraint_1 = cp_gather_keys(transpose)  # [2, 4, 8, 6] R
+  matmul = matmul(cp_shard_1, constraint_1)  # [2, 4, 6, 6] S(2)
   softmax = .softmax(scores, -1)  # [2, 4, 6, 6] S(2)
-  whole_keys_1 = cp_gather_keys(cp_shard_2)  # [2, 4, 6, 8] R
-  matmul_1 = matmul(softmax, whole_keys_1)  # [2, 4, 6, 8] S(2)
+  constraint_2 = cp_gather_keys(cp_shard_2)  # [2, 4, 6, 8] R
+  matmul_1 = matmul(softmax, constraint_2)  # [2, 4, 6, 8] S(2)
 two_values:
-  whole_keys = cp_gather_keys(cp_shard_1)  # [2, 4, 6, 8] R
-  einsum = einsum('bhid,bhjd->bhij', cp_shard, whole_keys)  # [2, 4, 6, 6] S(2)
+  constraint_1 = cp_gather_keys(cp_shard_1)  # [2, 4, 6, 8] R
+  einsum = einsum('bhid,bhjd->bhij', cp_shard, constraint_1)  # [2, 4, 6, 6] S(2)
   weights = .softmax(einsum, -1)  # [2, 4, 6, 6] S(2)
-  whole_keys_1 = cp_gather_keys(cp_shard_2)  # [2, 4, 6, 8] R
-  out = einsum('bhij,bhjd->bhid', weights, whole_keys_1)  # [2, 4, 6, 8] S(2)
-  whole_keys_2 = cp_gather_keys(getitem)  # [2, 4, 6, 2] R
-  matmul = matmul(weights, whole_keys_2)  # [2, 4, 6, 2] S(2)
+  constraint_2 = cp_gather_keys(cp_shard_2)  # [2, 4, 6, 8] R
+  out = einsum('bhij,bhjd->bhid', weights, constraint_2)  # [2, 4, 6, 8] S(2)
+  constraint_3 = cp_gather_keys(getitem)  # [2, 4, 6, 2] R
+  matmul = matmul(weights, constraint_3)  # [2, 4, 6, 2] S(2)
 with_a_sink:
-  whole_keys = cp_gather_keys(mT)  # [2, 4, 8, 6] R
-  matmul = matmul(cp_shard, whole_keys)  # [2, 4, 6, 6] S(2)
+  constraint_1 = cp_gather_keys(mT)  # [2, 4, 8, 6] R
+  matmul = matmul(cp_shard, constraint_1)  # [2, 4, 6, 6] S(2)
   cat = cat([matmul, cp_replicate], -1)  # [2, 4, 6, 7] S(2)
   softmax = .softmax(cat, -1)  # [2, 4, 6, 7] S(2)
-  whole_keys_1 = cp_gather_keys(cp_shard_2)  # [2, 4, 6, 8] R
-  matmul_1 = matmul(weights, whole_keys_1)  # [2, 4, 6, 8] S(2)""",
+  constraint_2 = cp_gather_keys(cp_shard_2)  # [2, 4, 6, 8] R
+  matmul_1 = matmul(weights, constraint_2)  # [2, 4, 6, 8] S(2)""",
     )
 
 
@@ -89,7 +89,7 @@ def test_what_stays_or_is_folded(mesh, form):
     """The twins: one is attention as usual, one is not read."""
     found = captured(form, mesh)
     assert not found.ctx.findings.row_parallel
-    assert "whole_keys" not in found.text
+    assert "cp_gather_keys" not in found.text
     assert len(found.ctx.findings.plans) == (form is not_returned)
 
 

@@ -37,8 +37,8 @@ def exchanges(step):
     """(from, to) of every exchange."""
     found = []
     for line in step.after.splitlines():
-        if "= exchanged(" in line:
-            _, source, target = line.split("exchanged(")[1].split(")")[0].split(", ")
+        if "'exchanged'" in line:
+            *_, source, target = line.split("constraint(")[1].split(")")[0].split(", ")
             found.append((int(source), int(target)))
     return found
 
@@ -58,21 +58,21 @@ def test_sums_over_tokens_by_heads_or_rows(mesh):
         table({name: changes(step) for name, step in steps.items()}),
         """\
 heads:
-  + exchanged = exchanged(q_2, 1, 2)
-  + exchanged_1 = exchanged(k_2, 1, 2)
-  ~ unsqueeze: k_2 -> exchanged_1
-  + exchanged_2 = exchanged(unsqueeze_1, 1, 2)
-  ~ mul: unsqueeze_1 -> exchanged_2
-  ~ cumsum_1: k_2 -> exchanged_1
-  ~ mul_1: q_2 -> exchanged
-  ~ unsqueeze_2: q_2 -> exchanged
-  + exchanged_3 = exchanged(truediv, 2, 1)
-  ~ flatten: truediv -> exchanged_3
+  + constraint = constraint(q_2, 'exchanged', 1, 2)
+  + constraint_1 = constraint(k_2, 'exchanged', 1, 2)
+  ~ unsqueeze: k_2 -> constraint_1
+  + constraint_2 = constraint(unsqueeze_1, 'exchanged', 1, 2)
+  ~ mul: unsqueeze_1 -> constraint_2
+  ~ cumsum_1: k_2 -> constraint_1
+  ~ mul_1: q_2 -> constraint
+  ~ unsqueeze_2: q_2 -> constraint
+  + constraint_3 = constraint(truediv, 'exchanged', 2, 1)
+  ~ flatten: truediv -> constraint_3
 rows:
-  + exchanged = exchanged(l_x_, 1, 0)
-  ~ layer_norm: l_x_ -> exchanged
-  + exchanged_1 = exchanged(truediv, 0, 1)
-  ~ flatten: truediv -> exchanged_1""",
+  + constraint = constraint(l_x_, 'exchanged', 1, 0)
+  ~ layer_norm: l_x_ -> constraint
+  + constraint_1 = constraint(truediv, 'exchanged', 0, 1)
+  ~ flatten: truediv -> constraint_1""",
     )
 
 
@@ -92,19 +92,19 @@ def test_convolutions_by_channels(mesh):
         table({"fft": changes(by_fft), "short": changes(short)}),
         """\
 fft:
-  + exchanged = exchanged(x, 2, 1)
-  ~ value: x -> exchanged
-  + exchanged_1 = exchanged(mixed, 1, 2)
-  ~ transpose_1: mixed -> exchanged_1
+  + constraint = constraint(x, 'exchanged', 2, 1)
+  ~ value: x -> constraint
+  + constraint_1 = constraint(mixed, 'exchanged', 1, 2)
+  ~ transpose_1: mixed -> constraint_1
 short:
-  + exchanged = exchanged(transpose, 2, 1)
-  ~ padded_convolution: transpose -> exchanged
-  + exchanged_1 = exchanged(transpose_2, 2, 1)
-  ~ padded_convolution_1: transpose_2 -> exchanged_1
-  + exchanged_2 = exchanged(transpose_4, 2, 1)
-  ~ padded_convolution_2: transpose_4 -> exchanged_2
-  + exchanged_3 = exchanged(truediv, 2, 1)
-  ~ flatten: truediv -> exchanged_3""",
+  + constraint = constraint(transpose, 'exchanged', 2, 1)
+  ~ padded_convolution: transpose -> constraint
+  + constraint_1 = constraint(transpose_2, 'exchanged', 2, 1)
+  ~ padded_convolution_1: transpose_2 -> constraint_1
+  + constraint_2 = constraint(transpose_4, 'exchanged', 2, 1)
+  ~ padded_convolution_2: transpose_4 -> constraint_2
+  + constraint_3 = constraint(truediv, 'exchanged', 2, 1)
+  ~ flatten: truediv -> constraint_3""",
     )
 
 
@@ -126,10 +126,10 @@ def test_a_convolution_that_reads_all_tokens(mesh):
     assert_golden(
         changes(step),
         """\
-+ exchanged = exchanged(transpose, 2, 1)
-~ padded_convolution: transpose -> exchanged
-+ exchanged_1 = exchanged(padded_convolution, 1, 2)
-~ mixed: padded_convolution -> exchanged_1""",
++ constraint = constraint(transpose, 'exchanged', 2, 1)
+~ padded_convolution: transpose -> constraint
++ constraint_1 = constraint(padded_convolution, 'exchanged', 1, 2)
+~ mixed: padded_convolution -> constraint_1""",
     )
     assert stays(exchanged(LongKernel(512), mesh, tokens=Kernel.taps))
 
@@ -183,11 +183,11 @@ def test_a_loop_over_tokens(mesh):
     assert_golden(
         "\n".join(changes(step).splitlines()[:5]),
         """\
-+ exchanged = exchanged(chunk[1], 1, 2)
-+ exchanged_1 = exchanged(gate, 1, 2)
-~ state: chunk[1][:, 0] -> exchanged[:, 0]
-~ getitem_4: gate[:, 0] -> exchanged_1[:, 0]
-~ getitem_5: gate[:, 0] -> exchanged_1[:, 0]""",
++ constraint = constraint(chunk[1], 'exchanged', 1, 2)
++ constraint_1 = constraint(gate, 'exchanged', 1, 2)
+~ state: chunk[1][:, 0] -> constraint[:, 0]
+~ getitem_4: gate[:, 0] -> constraint_1[:, 0]
+~ getitem_5: gate[:, 0] -> constraint_1[:, 0]""",
     )
 
 
@@ -212,19 +212,19 @@ def test_chunks_of_tokens(mesh):
         table(texts),
         """\
 written:
-  + exchanged = exchanged(transpose, 2, 1)
-  ~ q_1: transpose -> exchanged
-  + exchanged_1 = exchanged(transpose_1, 2, 1)
-  ~ k_1: transpose_1 -> exchanged_1
-  + exchanged_2 = exchanged(transpose_2, 2, 1)
-  ~ v_1: transpose_2 -> exchanged_2
-  + exchanged_3 = exchanged(flatten, 1, 2)
-  ~ transpose_3: flatten -> exchanged_3
+  + constraint = constraint(transpose, 'exchanged', 2, 1)
+  ~ q_1: transpose -> constraint
+  + constraint_1 = constraint(transpose_1, 'exchanged', 2, 1)
+  ~ k_1: transpose_1 -> constraint_1
+  + constraint_2 = constraint(transpose_2, 'exchanged', 2, 1)
+  ~ v_1: transpose_2 -> constraint_2
+  + constraint_3 = constraint(flatten, 'exchanged', 1, 2)
+  ~ transpose_3: flatten -> constraint_3
 one projection:
-  + exchanged = exchanged(transpose, 2, 1)
-  ~ chunk: transpose -> exchanged
-  + exchanged_1 = exchanged(cat, 1, 2)
-  ~ transpose_1: cat -> exchanged_1""",
+  + constraint = constraint(transpose, 'exchanged', 2, 1)
+  ~ chunk: transpose -> constraint
+  + constraint_1 = constraint(cat, 'exchanged', 1, 2)
+  ~ transpose_1: cat -> constraint_1""",
     )
 
 
@@ -294,24 +294,24 @@ def test_kept_calls(mesh):
         table({name: changes(step) for name, step in steps.items()}),
         """\
 by heads:
-  + exchanged = exchanged(unflatten, 1, 3)
-  ~ unbind: unflatten -> exchanged
-  + exchanged_1 = exchanged(mixer_default[0], 2, 1)
-  ~ flatten: mixer_default[0] -> exchanged_1
+  + constraint = constraint(unflatten, 'exchanged', 1, 3)
+  ~ unbind: unflatten -> constraint
+  + constraint_1 = constraint(mixer_default[0], 'exchanged', 2, 1)
+  ~ flatten: mixer_default[0] -> constraint_1
 in parts of the tokens:
   + mixer_default = mixed_in_parts([unbind[0], unbind[1], unbind[2], neg, beta],
       'fla.ops.gated_delta_rule:chunk_gated_delta_rule(unbind[0], unbind[1], unbind[2],
       g, beta)')
   - cp.mixer
 a norm over heads on tokens:
-  + exchanged = exchanged(unflatten, 1, 3)
-  ~ unbind: unflatten -> exchanged
-  + exchanged_1 = exchanged(mixer_default[0], 2, 1)
-  ~ square: mixer_default[0] -> exchanged_1
-  + exchanged_2 = exchanged(add, 1, None)
-  ~ y_1: add -> exchanged_2
-  + exchanged_3 = exchanged(mixer_default_1[0], 2, 1)
-  ~ flatten: mixer_default_1[0] -> exchanged_3""",
+  + constraint = constraint(unflatten, 'exchanged', 1, 3)
+  ~ unbind: unflatten -> constraint
+  + constraint_1 = constraint(mixer_default[0], 'exchanged', 2, 1)
+  ~ square: mixer_default[0] -> constraint_1
+  + constraint_2 = constraint(add, 'exchanged', 1, None)
+  ~ y_1: add -> constraint_2
+  + constraint_3 = constraint(mixer_default_1[0], 'exchanged', 2, 1)
+  ~ flatten: mixer_default_1[0] -> constraint_3""",
     )
 
 
@@ -323,15 +323,15 @@ def test_a_kept_call_of_few_heads(mesh):
     assert_golden(
         changes(step),
         """\
-+ exchanged = exchanged(unbind[0], 1, None)
-+ exchanged_1 = exchanged(unbind[1], 1, None)
-+ exchanged_2 = exchanged(unbind[2], 1, 3)
-+ exchanged_3 = exchanged(beta, 1, None)
-+ exchanged_4 = exchanged(neg, 1, None)
-~ mixer_default: [unbind[0], unbind[1], unbind[2], neg, beta] -> [exchanged,
-    exchanged_1, exchanged_2, exchanged_4, exchanged_3]
-+ exchanged_5 = exchanged(mixer_default[0], 3, 1)
-~ flatten: mixer_default[0] -> exchanged_5""",
++ constraint = constraint(unbind[0], 'exchanged', 1, None)
++ constraint_1 = constraint(unbind[1], 'exchanged', 1, None)
++ constraint_2 = constraint(unbind[2], 'exchanged', 1, 3)
++ constraint_3 = constraint(beta, 'exchanged', 1, None)
++ constraint_4 = constraint(neg, 'exchanged', 1, None)
+~ mixer_default: [unbind[0], unbind[1], unbind[2], neg, beta] -> [constraint,
+    constraint_1, constraint_2, constraint_4, constraint_3]
++ constraint_5 = constraint(mixer_default[0], 'exchanged', 3, 1)
+~ flatten: mixer_default[0] -> constraint_5""",
     )
 
 
@@ -380,8 +380,8 @@ def test_operands_are_gathered_in_one_order_on_all_ranks(mesh):
             until="exchange_mixers",
         )["exchange_mixers"]
     gathered = [
-        line.split("exchanged(")[1].split(",")[0]
+        line.split("constraint(")[1].split(",")[0]
         for line in step.after.splitlines()
-        if "= exchanged(" in line
+        if "'exchanged'" in line
     ]
     assert gathered == ["l_beta_", "l_g_", "l_v_", "l_k_", "l_q_"]

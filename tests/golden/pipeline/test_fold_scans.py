@@ -34,11 +34,11 @@ def test_a_scan_is_shared_by_channels(mesh):
     assert_golden(
         changes(captured["exchange_mixers"]),
         """\
-+ exchanged = exchanged(movedim, 0, 2)
-+ exchanged_1 = exchanged(movedim_1, 0, 2)
-~ cp_scan: movedim -> exchanged, movedim_1 -> exchanged_1
-+ exchanged_2 = exchanged(cp_scan[1], 2, 0)
-~ out_1: cp_scan[1] -> exchanged_2""",
++ constraint = constraint(movedim, 'exchanged', 0, 2)
++ constraint_1 = constraint(movedim_1, 'exchanged', 0, 2)
+~ cp_scan: movedim -> constraint, movedim_1 -> constraint_1
++ constraint_2 = constraint(cp_scan[1], 'exchanged', 2, 0)
+~ out_1: cp_scan[1] -> constraint_2""",
     )
 
 

@@ -23,8 +23,8 @@ def test_an_indexer(mesh):
     assert_golden(
         changes(step),
         """\
-+ whole_keys = whole_keys(k_1, 1)
-~ transpose_3: k_1 -> whole_keys""",
++ constraint = constraint(k_1, 'all rows', 1)
+~ transpose_3: k_1 -> constraint""",
     )
 
 
@@ -40,7 +40,7 @@ FORMS = {
 def test_every_form(name, mesh):
     step = found(FORMS[name](), mesh)
     assert step.rewrites == 1
-    assert step.after.count("= whole_keys(") == 1
+    assert step.after.count("'all rows'") == 1
 
 
 def of_pairs(make):
