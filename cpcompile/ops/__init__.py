@@ -1,7 +1,6 @@
 """The cp:: operators; importing this package registers them and their DTensor rules."""
 
 from cpcompile.ops.comm.dim_exchange import dim_exchange
-from cpcompile.ops.comm.gradient_bucket import gradient_bucket
 from cpcompile.ops.comm.halo_exchange import halo_exchange
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
 from cpcompile.ops.comm.heads_in_groups import (
@@ -14,7 +13,7 @@ from cpcompile.ops.comm.moved_tokens import moved_tokens, moved_tokens_backward
 from cpcompile.ops.comm.passed_states import passed_states, passed_states_backward
 from cpcompile.ops.comm.relayout import relayout
 from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
-from cpcompile.ops.comm.token_runs import move_runs
+from cpcompile.ops.comm.token_runs import gradient_bucket, move_runs
 from cpcompile.ops.dtensor import dtensor_rules, dtensor_sdpa
 from cpcompile.ops.expert_numbers import expert_numbers
 from cpcompile.ops.mixers import mixer_work

@@ -68,13 +68,7 @@ def ring_shift(
 
 
 @ring_shift.register_fake
-def _(
-    tensors: Sequence[Tensor],
-    group: str,
-    where: str,
-    after: Tensor | None = None,
-    distance: int = 1,
-) -> list[Tensor]:
+def _(tensors: Sequence[Tensor], *_: object) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
 
