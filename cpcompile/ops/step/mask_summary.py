@@ -7,6 +7,7 @@ arrives as integers, see RingPlace.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,15 +44,8 @@ def mask_summary(
 
 
 @mask_summary.register_fake
-def _(
-    q: Tensor,
-    extras: Sequence[Tensor],
-    place: Sequence[int],
-    spec: str,
-    bias_grad: bool,
-    kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = _rows(q, extras, place, spec, bias_grad, kernel)
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = _rows(q, *rest)
     inputs, spans = rows.inputs, rows.spans
     batch = max(1 if x is None else x.shape[0] for x in inputs.masks[1:])
     bound = q.new_empty((batch, q.shape[2]), dtype=torch.int64)
