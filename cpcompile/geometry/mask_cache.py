@@ -21,7 +21,7 @@ from torch import Tensor
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.mask_blocks import MaskBlocks
 from cpcompile.geometry.mask_tiles import Tile, TokenSpan
-from cpcompile.torch_private.dispatch_modes import disable_current_modes
+from cpcompile.torch_private.fake_tensors import disable_current_modes
 
 _CACHED = 64  # masks; a model has one or two per sequence length
 _ranges: OrderedDict[str, KeyRanges] = OrderedDict()

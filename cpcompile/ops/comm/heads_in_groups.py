@@ -40,7 +40,7 @@ from cpcompile.ops.comm.head_exchange import (
     with_exchanged_heads,
 )
 from cpcompile.ops.traced_nodes import sharing
-from cpcompile.torch_private.process_groups import register_work
+from cpcompile.torch_private.distributed import register_work
 
 
 @torch.library.custom_op("cp::ulysses_scatter_start", mutates_args=())
