@@ -117,7 +117,7 @@ CONCERNS = {
     "messages, settings": """
         cpcompile/__init__.py cpcompile/config.py cpcompile/settings.py
         cpcompile/errors.py cpcompile/refusals.py cpcompile/logs.py
-        cpcompile/progress.py cpcompile/ops/expert_numbers.py""",
+        cpcompile/progress.py""",
     "tests": "tests/",
 }
 

@@ -33,8 +33,7 @@ from cpcompile.ops.step.kernel_choice import call_kernel
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.strategies.ring_masks import under_mask
 from cpcompile.ops.strategies.ring_schedule import Ring
-from cpcompile.torch_private.dispatch_modes import disable_current_modes
-from cpcompile.torch_private.fake_tensors import detect_fake_mode
+from cpcompile.torch_private.fake_tensors import detect_fake_mode, disable_current_modes
 
 Arguments = Mapping[str, Any]
 Formula = Callable[[Arguments, int, int], int | None]

@@ -32,7 +32,7 @@ from cpcompile.passes.graph.origins import origin
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_patches import lost_writes, tracing
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
+from cpcompile.torch_private.fake_tensors import enable_python_dispatcher
 
 # Where AOTAutograd runs the graph, by the names of modules of torch 2.13 and 2.15. The
 # inner compiler comes later: what it raises is its own matter.

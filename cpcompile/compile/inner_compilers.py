@@ -16,7 +16,7 @@ from cpcompile.passes.local.folding.folding_options import Folding
 from cpcompile.passes.pipeline import JOINT, run_passes
 from cpcompile.progress import phase
 from cpcompile.torch_patches import lost_writes, saved_values, tracing
-from cpcompile.torch_private.aot_autograd import (
+from cpcompile.torch_private.dynamo import (
     aot_autograd,
     boxed_nop,
     functorch_config,

@@ -26,7 +26,7 @@ from torch._library.triton import get_triton_kernels_for_op
 from torch.compiler import config as compiler_config
 
 from cpcompile.passes.graph.constant_arguments import Method, constant_arguments_of
-from cpcompile.torch_private.aot_autograd import functorch_config
+from cpcompile.torch_private.dynamo import functorch_config
 from cpcompile.torch_private.inductor import inductor_config
 
 log = logging.getLogger(__name__)

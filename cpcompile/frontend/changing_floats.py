@@ -47,7 +47,7 @@ from cpcompile.torch_private.dynamo import (
     TensorifyScalarRestartAnalysis,
     TensorifyState,
 )
-from cpcompile.torch_private.symbol_types import SymT, symbol_is_type
+from cpcompile.torch_private.fake_tensors import SymT, symbol_is_type
 
 _OF_FLOATS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg)
 _TO = Method("to")

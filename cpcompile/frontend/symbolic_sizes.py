@@ -26,7 +26,7 @@ from cpcompile.ranks.shardings import check_dim
 from cpcompile.torch_patches import symbolic_tracing, tracing
 from cpcompile.torch_patches.in_flight import arrived
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.symbol_types import SymT, symbol_is_type
+from cpcompile.torch_private.fake_tensors import SymT, symbol_is_type
 
 # Marks a node whose example has symbols for sizes that guards have fixed.
 _FIXED = "cp_fixed_sizes"

@@ -21,7 +21,7 @@ import torch
 # The shape environment of Dynamo's symbols, seen in torch 2.13.
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
-from cpcompile.torch_private.symbol_types import Max, Mod
+from cpcompile.torch_private.fake_tensors import Max, Mod
 
 Size = int | torch.SymInt
 _ASSUMED = 8192  # unbacked_symint_fallback of torch._inductor.config

@@ -11,8 +11,9 @@ mask of constants is summarized once, on the host, see mask_cache.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -45,6 +46,53 @@ def spans(layout: Layout, runs: Runs, rank: int) -> tuple[TokenSpan, ...]:
     return tuple(span for span in own if span.count)
 
 
+class Cut(NamedTuple):
+    """How scores are cut into blocks: who has which tokens, and how large blocks are.
+
+    rows, keys: the spans of each rank and source, which together are the sequences.
+    rank: the one whose blocks these are.
+    tile: sizes of blocks; blocks without a mask have more keys unless `cut_all`.
+    """
+
+    rows: Sequence[tuple[TokenSpan, ...]]
+    keys: Sequence[tuple[TokenSpan, ...]]
+    rank: int
+    tile: Tile
+    cut_all: bool = False
+
+    def pieces(self) -> list[tuple[int, TokenSpan]]:
+        """Return the pieces of rows with their ranks, in the order of the sequence.
+
+        Runs of rows of this rank are cut into tiles.
+        """
+        pieces = [
+            (owner, span.part(at, min(step, span.count - at)))
+            for owner, held in enumerate(self.rows)
+            for span in held
+            for step in (self.tile.rows if owner == self.rank else span.count,)
+            for at in range(0, span.count, step)
+        ]
+        return sorted(pieces, key=lambda x: x[1].position)
+
+    def runs(self) -> list[tuple[int, TokenSpan]]:
+        """Return the runs of keys with their sources, in the order of the sequence."""
+        runs = [(source, x) for source, held in enumerate(self.keys) for x in held]
+        return sorted(runs, key=lambda x: x[1].position)
+
+    def summarize(self, ranges: KeyRanges) -> Tensor:
+        """Make the table for MaskBlocks.of_table; only this waits for the device.
+
+        ranges: of all rows of the sequence, in its order.
+        """
+        counts = [piece.count for _, piece in self.pieces()]
+        return seen_runs(ranges, counts, [run.stop for _, run in self.runs()])
+
+    @property
+    def summary_size(self) -> int:
+        """How many numbers `summarize` gives."""
+        return table_size(len(self.pieces()), len(self.runs()))
+
+
 @dataclass(frozen=True)
 class MaskBlocks:
     """The blocks that one rank computes; see Note [Blocks of a mask] in mask_tiles.py.
@@ -65,48 +113,26 @@ class MaskBlocks:
     cut_all: bool
 
     @classmethod
-    def of(
-        cls,
-        ranges: KeyRanges,
-        rows: Sequence[tuple[TokenSpan, ...]],
-        keys: Sequence[tuple[TokenSpan, ...]],
-        rank: int,
-        tile: Tile,
-        cut_all: bool,
-    ) -> MaskBlocks:
-        """Find what `rank` computes, given the rows of ranks and keys of sources.
-
-        ranges: of all rows of the sequence, in its order.
-        rows, keys: the spans of each rank and source, which together are the sequences.
-        tile: sizes of blocks; blocks without a mask have more keys unless `cut_all`.
-        """
-        table = summarize(ranges, rows, keys, rank, tile)
-        return cls.of_table(table, rows, keys, rank, tile, cut_all)
+    def of(cls, ranges: KeyRanges, cut: Cut) -> MaskBlocks:
+        """Find what the rank of `cut` computes; ranges: as Cut.summarize has them."""
+        return cls.of_table(cut.summarize(ranges), cut)
 
     @classmethod
-    def of_table(
-        cls,
-        table: Tensor,
-        rows: Sequence[tuple[TokenSpan, ...]],
-        keys: Sequence[tuple[TokenSpan, ...]],
-        rank: int,
-        tile: Tile,
-        cut_all: bool,
-    ) -> MaskBlocks:
+    def of_table(cls, table: Tensor, cut: Cut) -> MaskBlocks:
         """Do what `of` does, with what `summarize` makes in the place of the ranges."""
-        groups, ordered_runs = _groups(rows, rank, tile), _ordered(keys)
-        runs: list[list[tuple[int, TokenSpan]]] = [[] for _ in keys]
+        pieces, ordered_runs = cut.pieces(), cut.runs()
+        runs: list[list[tuple[int, TokenSpan]]] = [[] for _ in cut.keys]
         for number, (source, span) in enumerate(ordered_runs):
             runs[source].append((number, span))
-        seen_by, has_holes, ordered = read_table(table, len(groups), len(ordered_runs))
-        needed = [[False] * len(keys) for _ in rows]
+        seen_by, has_holes, ordered = read_table(table, len(pieces), len(ordered_runs))
+        needed = [[False] * len(cut.keys) for _ in cut.rows]
         tiles = []
-        for (owner, piece), parts in zip(groups, seen_by, strict=False):
+        for (owner, piece), parts in zip(pieces, seen_by, strict=False):
             first = 0
             for seen in parts:
                 for (source, _), any_row in zip(ordered_runs, seen.runs, strict=True):
                     needed[owner][source] |= any_row
-                if owner == rank:
+                if owner == cut.rank:
                     tiles.append((piece.part(first, seen.rows), seen))
                 first += seen.rows
         return cls(
@@ -115,8 +141,8 @@ class MaskBlocks:
             tuple(map(tuple, needed)),
             has_holes,
             ordered,
-            tile,
-            cut_all,
+            cut.tile,
+            cut.cut_all,
         )
 
     def sees(self, source: int) -> bool:
@@ -137,52 +163,3 @@ class MaskBlocks:
         return sum(
             live_pairs(self.of_source(source)) for source in range(len(self.runs))
         )
-
-
-def summarize(
-    ranges: KeyRanges,
-    rows: Sequence[tuple[TokenSpan, ...]],
-    keys: Sequence[tuple[TokenSpan, ...]],
-    rank: int,
-    tile: Tile,
-) -> Tensor:
-    """Make the table for MaskBlocks.of_table; only this waits for the device."""
-    groups, runs = _groups(rows, rank, tile), _ordered(keys)
-    counts = [piece.count for _, piece in groups]
-    return seen_runs(ranges, counts, [run.stop for _, run in runs])
-
-
-def summary_size(
-    rows: Sequence[tuple[TokenSpan, ...]],
-    keys: Sequence[tuple[TokenSpan, ...]],
-    rank: int,
-    tile: Tile,
-) -> int:
-    """Return how many numbers `summarize` gives."""
-    return table_size(len(_groups(rows, rank, tile)), len(_ordered(keys)))
-
-
-def _groups(
-    rows: Sequence[tuple[TokenSpan, ...]], rank: int, tile: Tile
-) -> list[tuple[int, TokenSpan]]:
-    """Return the pieces of rows with their ranks, in the order of the sequence."""
-    return sorted(_pieces(rows, rank, tile.rows), key=lambda x: x[1].position)
-
-
-def _ordered(keys: Sequence[tuple[TokenSpan, ...]]) -> list[tuple[int, TokenSpan]]:
-    """Return the runs of keys with their sources, in the order of the sequence."""
-    return sorted(
-        ((source, span) for source, held in enumerate(keys) for span in held),
-        key=lambda x: x[1].position,
-    )
-
-
-def _pieces(
-    rows: Sequence[tuple[TokenSpan, ...]], rank: int, size: int
-) -> Iterator[tuple[int, TokenSpan]]:
-    """Yield runs of rows with their rank; cut the runs of `rank` itself into tiles."""
-    for owner, held in enumerate(rows):
-        for span in held:
-            step = size if owner == rank else span.count
-            for at in range(0, span.count, step):
-                yield owner, span.part(at, min(step, span.count - at))

@@ -13,15 +13,13 @@ import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpcompile.geometry.key_ranges import KeyRanges
-from cpcompile.geometry.mask_blocks import MaskBlocks
-from cpcompile.geometry.mask_tiles import Tile, TokenSpan
-from cpcompile.torch_private.dispatch_modes import disable_current_modes
+from cpcompile.geometry.mask_blocks import Cut, MaskBlocks
+from cpcompile.torch_private.fake_tensors import disable_current_modes
 
 _CACHED = 64  # masks; a model has one or two per sequence length
 _ranges: OrderedDict[str, KeyRanges] = OrderedDict()
@@ -58,24 +56,18 @@ def is_cached(name: str) -> bool:
     return name in _ranges
 
 
-def cached_blocks(
-    name: str,
-    rows: tuple[tuple[TokenSpan, ...], ...],
-    keys: tuple[tuple[TokenSpan, ...], ...],
-    rank: int,
-    tile: Tile,
-    cut_all: bool,
-) -> MaskBlocks | None:
-    """Return MaskBlocks.of for the mask of that name; None if it is not cached."""
-    if not is_cached(name):
-        return None
-    return _blocks(name, (rows, keys, rank, tile, cut_all))
+def cached_blocks(name: str, cut: Cut) -> MaskBlocks | None:
+    """Return MaskBlocks.of for the mask of that name; None if it is not cached.
+
+    cut: of tuples.
+    """
+    return _blocks(name, cut) if is_cached(name) else None
 
 
 @functools.lru_cache(maxsize=4 * _CACHED)
-def _blocks(name: str, cut: tuple[Any, ...]) -> MaskBlocks:
+def _blocks(name: str, cut: Cut) -> MaskBlocks:
     with disable_current_modes():  # a ring is traced on fake tensors; these are not
-        return MaskBlocks.of(_ranges[name], *cut)
+        return MaskBlocks.of(_ranges[name], cut)
 
 
 @functools.lru_cache(maxsize=4 * _CACHED)

@@ -1,7 +1,6 @@
 """The cp:: operators; importing this package registers them and their DTensor rules."""
 
 from cpcompile.ops.comm.dim_exchange import dim_exchange
-from cpcompile.ops.comm.gradient_bucket import gradient_bucket
 from cpcompile.ops.comm.halo_exchange import halo_exchange
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
 from cpcompile.ops.comm.heads_in_groups import (
@@ -14,16 +13,15 @@ from cpcompile.ops.comm.moved_tokens import moved_tokens, moved_tokens_backward
 from cpcompile.ops.comm.passed_states import passed_states, passed_states_backward
 from cpcompile.ops.comm.relayout import relayout
 from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
-from cpcompile.ops.comm.token_runs import move_runs
+from cpcompile.ops.comm.token_runs import gradient_bucket, move_runs
 from cpcompile.ops.dtensor import dtensor_rules, dtensor_sdpa
-from cpcompile.ops.expert_numbers import expert_numbers
 from cpcompile.ops.mixers import mixer_work
 from cpcompile.ops.mixers.mixer_operator import (
     mixer,
     mixer_backward,
     mixer_recorded,
 )
-from cpcompile.ops.row_numbers import row_numbers
+from cpcompile.ops.row_numbers import expert_numbers, row_numbers
 from cpcompile.ops.step import flop_formulas
 from cpcompile.ops.step.attention_step import attention_step
 from cpcompile.ops.step.attention_step_backward import attention_step_backward

@@ -1,4 +1,6 @@
-"""cp::row_numbers: which row of a value goes to which True entry of a mask.
+"""Numbers that only data tells, checked: cp::row_numbers and cp::expert_numbers.
+
+cp::row_numbers: which row of a value goes to which True entry of a mask.
 
     x[mask] = value            mask   F T T F T
                                value  a b c
@@ -9,6 +11,16 @@
 The n-th True entry, in row-major order, gets row n: a cumulative sum of integers that
 every rank has. Entries that are False get some row, in turn, so that a kernel that adds
 up gradients by number does not add zeros to one row for all of them.
+
+cp::expert_numbers: what sorts tokens by expert, if no number is negative.
+
+    experts = table[ids]                    looked up, so that only data tells
+    numbers = cp::expert_numbers(experts, ...)
+    sort(numbers)
+
+Rows with negative numbers come first when they are sorted, and nobody counts them as
+rows of an expert: all others would be taken for those of another expert, and a rank
+with some of the tokens would take other rows for them than one process.
 """
 
 from __future__ import annotations
@@ -60,3 +72,28 @@ def row_numbers(
 def _(mask: Tensor, rows: int, exact: bool, by_token: bool, where: str) -> Tensor:
     shape = mask.shape[:-1] if by_token else mask.shape
     return mask.new_empty(shape, dtype=torch.int64)
+
+
+@torch.library.custom_op("cp::expert_numbers", mutates_args=())
+def expert_numbers(numbers: Tensor, where: str) -> Tensor:
+    """Return a contiguous copy of the numbers of experts.
+
+    Args:
+        numbers: int, of any shape.
+        where: the line of the program, for the message.
+
+    Raises: RuntimeError if one is negative; on a GPU a device-side assertion with the
+        same text.
+    """
+    message = f"{where}: tokens are sorted by expert, and the number of one is negative"
+    right = (numbers >= 0).all()
+    if not numbers.is_cpu:
+        torch._assert_async(right, message)
+    elif not right:
+        raise RuntimeError(message)
+    return numbers.clone(memory_format=torch.contiguous_format)
+
+
+@expert_numbers.register_fake
+def _(numbers: Tensor, where: str) -> Tensor:
+    return numbers.new_empty(numbers.shape)

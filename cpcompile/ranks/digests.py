@@ -12,7 +12,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from cpcompile.torch_private.dispatch_modes import is_traceable_wrapper_subclass
+from cpcompile.torch_private.fake_tensors import is_traceable_wrapper_subclass
 
 # Columns, of 8 bytes each, of the matrix as which a longer tensor is summed.
 _COLUMNS = 1024

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from cpcompile.torch_private.process_groups import get_default_store
+from cpcompile.torch_private.distributed import get_default_store
 
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60.0

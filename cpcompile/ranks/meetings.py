@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import RankMismatchError
 from cpcompile.ranks.heartbeat import Gone, announce, watch
-from cpcompile.torch_private.process_groups import get_default_store
+from cpcompile.torch_private.distributed import get_default_store
 
 # How long a rank that sees others do something else waits for those that are late.
 GRACE_SECONDS = 2.5

@@ -1,7 +1,11 @@
-"""Hand on what Dynamo says of the frame that it compiles; slow to import."""
+"""Hand on what Dynamo says of a frame, and AOTAutograd after it; slow to import."""
 
 # Whether a backward is compiled, too; seen in 2.13 and 2.15.
 from torch._dynamo import compiled_autograd
+
+# AOTAutograd as a backend of Dynamo; seen in 2.13.
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 
 # The backend that is registered by a name; seen in 2.13.
 from torch._dynamo.backends.registry import lookup_backend
@@ -19,6 +23,12 @@ from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 # What Dynamo counts, and how long it takes; seen in 2.13.
 from torch._dynamo.utils import compilation_time_metrics, counters
 
+# Its settings; seen in 2.11 to 2.15.
+from torch._functorch import config as functorch_config
+
+# What divides a joint graph; seen in 2.13.
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
 # The expression of an input, such as `L["x"]`; seen in 2.13 and 2.15.
 from torch._guards import Source
 
@@ -27,19 +37,3 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 
 # What writes to TORCH_TRACE; seen in 2.13.
 from torch._logging import trace_structured
-
-__all__ = [
-    "ChainedSource",
-    "InstructionTranslator",
-    "NNModuleSource",
-    "RestartAnalysis",
-    "Source",
-    "TensorifyScalarRestartAnalysis",
-    "TensorifyState",
-    "compilation_time_metrics",
-    "compiled_autograd",
-    "counters",
-    "lookup_backend",
-    "trace_structured",
-    "triton_kernel_wrapper_mutation",
-]

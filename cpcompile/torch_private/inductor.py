@@ -9,5 +9,3 @@ from torch._inductor.inductor_prims import seeds
 
 # What compile_fx_inner returns; seen in 2.11 to 2.14.
 from torch._inductor.output_code import CompiledFxGraph
-
-__all__ = ["CompiledFxGraph", "inductor_config", "seeds", "select_decomp_table"]

@@ -35,9 +35,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.dispatch_modes import disable_current_modes
-from cpcompile.torch_private.dtensors import dtensor_dispatch, dtensor_redistribute
-from cpcompile.torch_private.fake_tensors import FakeTensorMode, failing_quietly
+from cpcompile.torch_private.distributed import dtensor_dispatch, dtensor_redistribute
+from cpcompile.torch_private.fake_tensors import (
+    FakeTensorMode,
+    disable_current_modes,
+    failing_quietly,
+)
 
 from ..graph.sequence_tokens import TokenDim, token_dim
 from .shaped_calls import ShapedCall

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.dispatch_modes import TorchDispatchMode
+from cpcompile.torch_private.fake_tensors import TorchDispatchMode
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from cpcompile.geometry.lengths import expected
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
+from cpcompile.torch_private.fake_tensors import enable_python_dispatcher
 
 from ..graph.calls import function_of
 from ..graph.nodes import attribute_value, expected_shape, fake_value

@@ -20,13 +20,14 @@ from cpcompile.geometry.lengths import LengthNotSymbolic, expected, hashable, is
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_patches import lost_writes
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.dispatch_modes import (
+from cpcompile.torch_private.distributed import compute_local_shape_and_global_offset
+from cpcompile.torch_private.fake_tensors import (
+    FakeTensorMode,
     TorchDispatchMode,
     disable_current_modes,
     enable_python_dispatcher,
+    failing_quietly,
 )
-from cpcompile.torch_private.dtensors import compute_local_shape_and_global_offset
-from cpcompile.torch_private.fake_tensors import FakeTensorMode, failing_quietly
 from cpcompile.torch_private.operators import OpOverload
 
 from ..graph.constant_arguments import ConstantArgument

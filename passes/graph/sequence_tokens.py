@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from cpcompile.geometry.lengths import Size, expected, is_symbol
-from cpcompile.torch_private.dtensors import StridedShard
+from cpcompile.torch_private.distributed import StridedShard
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensor
-from cpcompile.torch_private.functorch import predispatch
+from cpcompile.torch_private.operators import predispatch
 
 from .nodes import all_graphs, fake_value
 

@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import is_symbol
-from cpcompile.torch_private.dispatch_modes import is_traceable_wrapper_subclass
-from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.fake_tensors import (
+    FakeTensorMode,
+    is_traceable_wrapper_subclass,
+)
 
 from ..graph.context import Context
 from ..graph.new_call import NewCall

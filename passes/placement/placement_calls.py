@@ -24,7 +24,7 @@ from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.ops.mixers.mixer_call import MixerCall
 from cpcompile.ops.mixers.state_passing import in_parts
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.dispatch_modes import is_traceable_wrapper_subclass
+from cpcompile.torch_private.fake_tensors import is_traceable_wrapper_subclass
 
 from ..graph.constant_arguments import Callee, MeshAxis
 from ..graph.memory_order import in_memory_order

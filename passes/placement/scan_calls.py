@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cpcompile.geometry.lengths import expected, is_symbol
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.dispatch_modes import disable_current_modes
-from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.fake_tensors import FakeTensorMode, disable_current_modes
 from cpcompile.torch_private.operators import generic_associative_scan
 
 from ..flow.flow import EntriesMeet, nothing_moves

@@ -28,7 +28,7 @@ from cpcompile.geometry.lengths import (
 from cpcompile.geometry.token_pieces import Joined, move_of
 from cpcompile.ops.comm.moved_tokens import WHOLE
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
-from cpcompile.torch_private.dispatch_modes import disable_current_modes
+from cpcompile.torch_private.fake_tensors import disable_current_modes
 
 from ..graph.constant_arguments import MeshAxis
 from ..graph.nodes import fake_value

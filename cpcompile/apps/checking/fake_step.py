@@ -25,6 +25,14 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+# What DTensor remembers of meshes, of which two of different groups compare equal;
+# seen in 2.13.
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
+
+# The process group that exchanges nothing, which the import registers, and its store;
+# seen in 2.11 to 2.15.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
 from cpcompile import config
 from cpcompile.backend import cp
 from cpcompile.compile.no_computation import returns_zeros, zeros_like
@@ -35,8 +43,7 @@ from cpcompile.reporting.graph_report import GraphReport, recording
 from cpcompile.reporting.ways_out import GraphBreakPlace
 from cpcompile.torch_patches import graph_breaks
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.aot_autograd import aot_autograd
-from cpcompile.torch_private.fake_groups import FakeStore, forget_meshes
+from cpcompile.torch_private.dynamo import aot_autograd
 
 RANKS = 4  # as cp.verify starts
 _ERROR_LENGTH = 600  # of torch's text for what cannot be compiled

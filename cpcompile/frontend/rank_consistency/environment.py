@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from cpcompile.settings import setting, setting_names
-from cpcompile.torch_private.aot_autograd import functorch_config
+from cpcompile.torch_private.dynamo import functorch_config
 
 # Settings that may differ between ranks: how patient they are, and the profile of the
 # machine, where the first rank's counts for all.

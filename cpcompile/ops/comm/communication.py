@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup
 
-from cpcompile.torch_private.process_groups import (
+from cpcompile.torch_private.distributed import (
     RecordFunctionFast,
     resolve_process_group,
 )

@@ -10,13 +10,12 @@ and treats every head by itself is computed in parts so.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cpcompile.geometry.layout import Chunks
+from cpcompile.ops.comm.communicating import goes_back_by
 from cpcompile.ops.comm.communication import as_bytes, call_site, group_by_name
 
 
@@ -42,9 +41,7 @@ def dim_exchange(
     ranks, rank = pg.size(), pg.rank()
     rows, columns = Chunks(source_size, ranks), Chunks(target_size, ranks)
     _check(x, source, target, rows.count(rank), target_size, rank)
-    shape = list(x.shape)
-    shape[source], shape[target] = source_size, columns.count(rank)
-    result = x.new_empty(shape)
+    result = _empty_result(x, source, source_size, target, target_size, group)
     if ranks == 1:
         return result.copy_(x)
     everyone = range(ranks)
@@ -73,8 +70,7 @@ def dim_exchange(
     return result
 
 
-@dim_exchange.register_fake
-def _(
+def _empty_result(
     x: Tensor, source: int, source_size: int, target: int, target_size: int, group: str
 ) -> Tensor:
     pg = group_by_name(group)
@@ -84,17 +80,13 @@ def _(
     return x.new_empty(shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, *ctx.rest = inputs
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    source, source_size, target, target_size, group = ctx.rest
-    back = dim_exchange(grad, target, target_size, source, source_size, group)
-    return back, *[None] * 5
-
-
-dim_exchange.register_autograd(_gradient, setup_context=_remember)
+dim_exchange.register_fake(_empty_result)
+goes_back_by(
+    dim_exchange,
+    lambda grad, _, source, source_size, target, target_size, group: dim_exchange(
+        grad, target, target_size, source, source_size, group
+    ),
+)
 
 
 def _check(

@@ -9,13 +9,12 @@ goes the way back, and is added to that of the tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cpcompile.geometry.layout import Chunks
+from cpcompile.ops.comm.communicating import goes_back_by
 from cpcompile.ops.comm.communication import as_bytes, call_site, group_by_name
 from cpcompile.ops.step.math_attention import accumulation_dtype
 
@@ -167,28 +166,16 @@ def _check(x: Tensor, dim: int, count: int, chunks: Chunks, rank: int) -> None:
         )
 
 
-@halo_exchange.register_fake
-def _(x: Tensor, dim: int, length: int, before: int, after: int, group: str) -> Tensor:
+def _with_more(x: Tensor, dim: int, tokens: int) -> Tensor:
     shape = list(x.shape)
-    shape[dim] += before + after
+    shape[dim] += tokens
     return x.new_empty(shape)
 
 
-@halo_exchange_backward.register_fake
-def _(
-    grad: Tensor, dim: int, length: int, before: int, after: int, group: str
-) -> Tensor:
-    shape = list(grad.shape)
-    shape[dim] -= before + after
-    return grad.new_empty(shape)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, *ctx.rest = inputs
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return halo_exchange_backward(grad, *ctx.rest), *[None] * 5
-
-
-halo_exchange.register_autograd(_gradient, setup_context=_remember)
+halo_exchange.register_fake(
+    lambda x, dim, length, before, after, group: _with_more(x, dim, before + after)
+)
+halo_exchange_backward.register_fake(
+    lambda x, dim, length, before, after, group: _with_more(x, dim, -before - after)
+)
+goes_back_by(halo_exchange, lambda grad, _, *rest: halo_exchange_backward(grad, *rest))

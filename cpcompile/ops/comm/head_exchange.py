@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Runs
+from cpcompile.ops.comm.communicating import goes_back_by
 from cpcompile.ops.comm.communication import call_site, group_by_name
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.traced_nodes import sharing
@@ -106,13 +106,28 @@ def unpack_heads(
     """Copy all tokens of this rank's heads out of the rows that came."""
     ranks = group_by_name(group).size()
     grids = [block.grid(batch, ranks, padded=False) for block in blocks]
-    results = []
-    for grid, block in zip(_views(received, grids), blocks, strict=True):
-        whole = grid.new_empty(block.of_heads(batch, ranks))
+    results = empty_heads(received, batch, blocks, group)
+    for grid, whole in zip(_views(received, grids), results, strict=True):
         for part, own in _pieces(grid, whole, 2):
             own.copy_(part)
-        results.append(whole)
     return results
+
+
+def empty_heads(
+    like: Tensor, batch: int, blocks: Sequence[HeadBlock], group: str
+) -> list[Tensor]:
+    """Make tensors of the shapes that unpack_heads returns."""
+    ranks = group_by_name(group).size()
+    return [like.new_empty(block.of_heads(batch, ranks)) for block in blocks]
+
+
+def empty_tokens(
+    like: Tensor, batch: int, blocks: Sequence[HeadBlock], group: str
+) -> list[Tensor]:
+    """Make tensors of the shapes that unpack_tokens returns."""
+    pg = group_by_name(group)
+    shapes = [block.of_tokens(batch, pg.size(), pg.rank()) for block in blocks]
+    return [like.new_empty(shape) for shape in shapes]
 
 
 def pack_heads(
@@ -187,12 +202,8 @@ def ulysses_scatter(
 def _(
     tensors: Sequence[Tensor], lengths: Sequence[int], sizes: Sequence[int], group: str
 ) -> list[Tensor]:
-    ranks = group_by_name(group).size()
     blocks = _blocks(tensors, [x.shape[1] for x in tensors], lengths, sizes)
-    return [
-        x.new_empty(block.of_heads(x.shape[0], ranks))
-        for x, block in zip(tensors, blocks, strict=True)
-    ]
+    return empty_heads(tensors[0], tensors[0].shape[0], blocks, group)
 
 
 @torch.library.custom_op("cp::ulysses_gather", mutates_args=())
@@ -229,14 +240,8 @@ def _(
     sizes: Sequence[int],
     group: str,
 ) -> list[Tensor]:
-    pg = group_by_name(group)
-    ranks, rank = pg.size(), pg.rank()
-    return [
-        x.new_empty(block.of_tokens(x.shape[0], ranks, rank))
-        for x, block in zip(
-            tensors, _blocks(tensors, heads, lengths, sizes), strict=True
-        )
-    ]
+    blocks = _blocks(tensors, heads, lengths, sizes)
+    return empty_tokens(tensors[0], tensors[0].shape[0], blocks, group)
 
 
 def _blocks(
@@ -251,25 +256,13 @@ def _blocks(
     return [HeadBlock(heads[0], *row) for row in rows]
 
 
-def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, *ctx.rest = inputs
-    ctx.heads = [x.shape[1] for x in tensors]
-
-
-def _scatter_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    return ulysses_gather(grads, ctx.heads, *ctx.rest), *[None] * 3
-
-
-def _remember_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, _, *ctx.rest = inputs
-
-
-def _gather_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    return ulysses_scatter(grads, *ctx.rest), *[None] * 4
-
-
-ulysses_scatter.register_autograd(_scatter_gradients, setup_context=_remember_scatter)
-ulysses_gather.register_autograd(_gather_gradients, setup_context=_remember_gather)
+goes_back_by(
+    ulysses_scatter,
+    lambda grads, shapes, *rest: ulysses_gather(grads, [x[1] for x in shapes], *rest),
+)
+goes_back_by(
+    ulysses_gather, lambda grads, _, heads, *rest: ulysses_scatter(grads, *rest)
+)
 
 
 def with_exchanged_heads(

@@ -18,17 +18,20 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from cpcompile.geometry.head_split import HeadSplit, group_counts
+from cpcompile.ops.comm.communicating import goes_back_by
 from cpcompile.ops.comm.communication import call_site, group_by_name
 from cpcompile.ops.comm.head_exchange import (
     HeadBlock,
     Results,
+    empty_heads,
+    empty_tokens,
     pack_heads,
     pack_tokens,
     place,
@@ -37,7 +40,7 @@ from cpcompile.ops.comm.head_exchange import (
     with_exchanged_heads,
 )
 from cpcompile.ops.traced_nodes import sharing
-from cpcompile.torch_private.process_groups import register_work
+from cpcompile.torch_private.distributed import register_work
 
 
 @torch.library.custom_op("cp::ulysses_scatter_start", mutates_args=())
@@ -56,15 +59,7 @@ def scatter_start(
     Raises: ValueError for tensors that are no such chunks; torch's error with a note if
     the exchange cannot be started.
     """
-    name = "cp::ulysses_scatter_start"
-    return _start(
-        pack_tokens(name, tensors, HeadBlock.read(blocks), group), group, name
-    )
-
-
-@scatter_start.register_fake
-def _(tensors: Sequence[Tensor], blocks: Sequence[int], group: str) -> Tensor:
-    return _arriving(tensors, blocks, group)
+    return _start(pack_tokens, "cp::ulysses_scatter_start", tensors, blocks, group)
 
 
 @torch.library.custom_op("cp::ulysses_scatter_finish", mutates_args=())
@@ -79,87 +74,44 @@ def scatter_finish(
     return unpack_heads(arriving, batch, HeadBlock.read(blocks), group)
 
 
-@scatter_finish.register_fake
-def _(arriving: Tensor, batch: int, blocks: Sequence[int], group: str) -> list[Tensor]:
-    ranks = group_by_name(group).size()
-    shapes = [block.of_heads(batch, ranks) for block in HeadBlock.read(blocks)]
-    return [arriving.new_empty(shape) for shape in shapes]
-
-
 @torch.library.custom_op("cp::ulysses_gather_start", mutates_args=())
 def gather_start(
     tensors: Sequence[Tensor], blocks: Sequence[int], group: str
 ) -> Tensor:
-    """Begin cp::ulysses_gather.
+    """Begin cp::ulysses_gather, as cp::ulysses_scatter_start does the scatter.
 
-    Args:
-        tensors: [B, heads per rank, length, dim] each, of one dtype.
-        blocks, group: those of the scatter.
-
-    Returns: what arrives, [ranks, elements], to be read by cp::ulysses_gather_finish.
-
-    Raises: as cp::ulysses_scatter_start.
+    tensors: [B, heads per rank, length, dim] each.
     """
-    name = "cp::ulysses_gather_start"
-    return _start(pack_heads(name, tensors, HeadBlock.read(blocks), group), group, name)
-
-
-@gather_start.register_fake
-def _(tensors: Sequence[Tensor], blocks: Sequence[int], group: str) -> Tensor:
-    return _arriving(tensors, blocks, group)
+    return _start(pack_heads, "cp::ulysses_gather_start", tensors, blocks, group)
 
 
 @torch.library.custom_op("cp::ulysses_gather_finish", mutates_args=())
 def gather_finish(
     arriving: Tensor, batch: int, blocks: Sequence[int], group: str
 ) -> list[Tensor]:
-    """Finish cp::ulysses_gather; return its results.
-
-    Raises: torch's error with a note if the exchange fails.
-    """
+    """Finish cp::ulysses_gather, as cp::ulysses_scatter_finish does the scatter."""
     _wait(arriving, "cp::ulysses_gather_finish", group)
     return unpack_tokens(arriving, batch, HeadBlock.read(blocks), group)
 
 
-@gather_finish.register_fake
-def _(arriving: Tensor, batch: int, blocks: Sequence[int], group: str) -> list[Tensor]:
-    pg = group_by_name(group)
-    ranks, rank = pg.size(), pg.rank()
-    shapes = [block.of_tokens(batch, ranks, rank) for block in HeadBlock.read(blocks)]
-    return [arriving.new_empty(shape) for shape in shapes]
-
-
-def _remember_start(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, *ctx.rest = inputs
-    ctx.batch = tensors[0].shape[0]
-
-
-def _remember_finish(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, _, *ctx.rest = inputs
-
-
-def _after_scatter_start(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return gather_finish(grad, ctx.batch, *ctx.rest), None, None
-
-
-def _after_scatter_finish(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    return gather_start(grads, *ctx.rest), None, None, None
-
-
-def _after_gather_start(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return scatter_finish(grad, ctx.batch, *ctx.rest), None, None
-
-
-def _after_gather_finish(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    return scatter_start(grads, *ctx.rest), None, None, None
-
-
-for _start_op, _after_start, _finish_op, _after_finish in (
-    (scatter_start, _after_scatter_start, scatter_finish, _after_scatter_finish),
-    (gather_start, _after_gather_start, gather_finish, _after_gather_finish),
-):
-    _start_op.register_autograd(_after_start, setup_context=_remember_start)
-    _finish_op.register_autograd(_after_finish, setup_context=_remember_finish)
+def _register(
+    start: CustomOpDef,
+    finish: CustomOpDef,
+    empty_results: Callable[..., list[Tensor]],
+    start_back: CustomOpDef,
+    finish_back: CustomOpDef,
+) -> None:
+    """Give a way its fake results; the gradient of its start finishes the way back."""
+    start.register_fake(_arriving)
+    finish.register_fake(
+        lambda arriving, batch, blocks, group: empty_results(
+            arriving, batch, HeadBlock.read(blocks), group
+        )
+    )
+    goes_back_by(
+        start, lambda grad, shapes, *rest: finish_back(grad, shapes[0][0], *rest)
+    )
+    goes_back_by(finish, lambda grads, _, batch, *rest: start_back(grads, *rest))
 
 
 @dataclass(frozen=True)
@@ -303,8 +255,15 @@ def _arriving(tensors: Sequence[Tensor], numbers: Sequence[int], group: str) -> 
     return tensors[0].new_empty((ranks, count))
 
 
-def _start(buffer: Tensor, group: str, name: str) -> Tensor:
-    """Send row r to rank r; return what arrives, on its way."""
+def _start(
+    pack: Callable[..., Tensor],
+    name: str,
+    tensors: Sequence[Tensor],
+    blocks: Sequence[int],
+    group: str,
+) -> Tensor:
+    """Send row r of what is packed to rank r; return what arrives, on its way."""
+    buffer = pack(name, tensors, HeadBlock.read(blocks), group)
     pg = group_by_name(group)
     if pg.size() == 1:
         return buffer
@@ -318,3 +277,8 @@ def _start(buffer: Tensor, group: str, name: str) -> Tensor:
 def _wait(arriving: Tensor, name: str, group: str) -> None:
     with call_site(place(name, group)):
         torch.ops._c10d_functional.wait_tensor(arriving)
+
+
+_scatter, _gather = (scatter_start, scatter_finish), (gather_start, gather_finish)
+_register(*_scatter, empty_heads, *_gather)
+_register(*_gather, empty_tokens, *_scatter)

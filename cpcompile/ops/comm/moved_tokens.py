@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cpcompile.geometry.layout import Chunks, Layout, TokenLayout
 from cpcompile.geometry.token_pieces import Move, Piece, move_of
+from cpcompile.ops.comm.communicating import goes_back_by
 from cpcompile.ops.comm.communication import as_bytes, call_site, group_by_name
 from cpcompile.ops.step.math_attention import accumulation_dtype
 
@@ -59,9 +60,7 @@ def moved_tokens(
     pg = group_by_name(group)
     move = plan(lengths, layouts, pieces, length, pg.size(), pg.rank(), xs[0].device)
     _check(xs, dim, lengths, layouts, pg.size(), pg.rank())
-    shape = list(xs[0].shape)
-    shape[dim] = Chunks(length, pg.size()).count(pg.rank())
-    result = xs[0].new_empty(shape)
+    result = _with_tokens(xs[0], dim, Chunks(length, pg.size()).count(pg.rank()))
     if len(move.filled):
         result.index_fill_(dim, move.filled, fill)
     sent = _buffer(xs[0], dim, sum(move.sent))
@@ -105,11 +104,9 @@ def moved_tokens_backward(
     results = []
     counts = _local_counts(lengths, layouts, pg.size(), pg.rank())
     for count, copies, repeats in zip(counts, move.kept, move.repeats, strict=True):
-        shape = list(grad.shape)
-        shape[dim] = count
         # Several summands of one token are rounded once.
         dtype = accumulation_dtype(grad.dtype) if repeats else grad.dtype
-        results.append(torch.zeros(shape, dtype=dtype, device=grad.device))
+        results.append(_with_tokens(grad, dim, count, dtype).zero_())
         copies.add_back(grad, results[-1], dim)
     if work is not None:
         work.wait()
@@ -134,6 +131,15 @@ def plan(
     result = TokenLayout.of(Layout(of_result), length, ranks)
     sources = tuple(zip(lengths, named, strict=True))
     return move_of(sources, tuple(Piece(*row) for row in rows), result, rank, device)
+
+
+def _with_tokens(
+    x: Tensor, dim: int, count: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Make a tensor like x, but for the tokens."""
+    shape = list(x.shape)
+    shape[dim] = count
+    return x.new_empty(shape, dtype=dtype or x.dtype)
 
 
 def _buffer(x: Tensor, dim: int, tokens: int) -> Tensor:
@@ -197,48 +203,24 @@ def _check(
 
 
 @moved_tokens.register_fake
-def _(
-    xs: Sequence[Tensor],
-    dim: int,
-    lengths: Sequence[int],
-    layouts: str,
-    pieces: Sequence[int],
-    length: int,
-    fill: float,
-    group: str,
-) -> Tensor:
+def _(xs: Sequence[Tensor], dim: int, *rest: Any) -> Tensor:
+    *_, length, _, group = rest
     pg = group_by_name(group)
-    shape = list(xs[0].shape)
-    shape[dim] = Chunks(length, pg.size()).count(pg.rank())
-    return xs[0].new_empty(shape)
+    return _with_tokens(xs[0], dim, Chunks(length, pg.size()).count(pg.rank()))
 
 
 @moved_tokens_backward.register_fake
 def _(
-    grad: Tensor,
-    dim: int,
-    lengths: Sequence[int],
-    layouts: str,
-    pieces: Sequence[int],
-    length: int,
-    group: str,
+    grad: Tensor, dim: int, lengths: Sequence[int], layouts: str, *rest: Any
 ) -> list[Tensor]:
-    pg = group_by_name(group)
-    results = []
-    for count in _local_counts(lengths, layouts, pg.size(), pg.rank()):
-        shape = list(grad.shape)
-        shape[dim] = count
-        results.append(grad.new_empty(shape))
-    return results
+    pg = group_by_name(rest[-1])
+    counts = _local_counts(lengths, layouts, pg.size(), pg.rank())
+    return [_with_tokens(grad, dim, count) for count in counts]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, *ctx.rest = inputs
+def _way_back(grad: Tensor, _: list[torch.Size], *rest: Any) -> Any:
+    *of_backward, _fill, group = rest
+    return moved_tokens_backward(grad, *of_backward, group)
 
 
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    *rest, _, group = ctx.rest
-    return moved_tokens_backward(grad, *rest, group), *[None] * 7
-
-
-moved_tokens.register_autograd(_gradient, setup_context=_remember)
+goes_back_by(moved_tokens, _way_back)

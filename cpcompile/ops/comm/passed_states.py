@@ -56,9 +56,7 @@ def passed_states(
 
 
 @passed_states.register_fake
-def _(
-    part: Tensor, decay: Tensor, mixes: bool, group: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(part: Tensor, decay: Tensor, mixes: bool, group: str) -> tuple[Tensor, ...]:
     ranks = group_by_name(group).size()
     return (
         part.new_empty(part.shape),
@@ -100,14 +98,9 @@ def passed_states_backward(
 
 @passed_states_backward.register_fake
 def _(
-    grad_first: Tensor,
-    grad_last: Tensor,
-    decays: Tensor,
-    firsts: Tensor,
-    mixes: bool,
-    group: str,
+    first: Tensor, last: Tensor, decays: Tensor, firsts: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    return grad_first.new_empty(firsts.shape[1:]), decays.new_empty(decays.shape[1:])
+    return first.new_empty(firsts.shape[1:]), decays.new_empty(decays.shape[1:])
 
 
 def _times(decay: Tensor, state: Tensor, mixes: bool) -> Tensor:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cpcompile.geometry.layout import Layout, TokenLayout
+from cpcompile.ops.comm.communicating import goes_back_by
 from cpcompile.ops.comm.communication import as_bytes, call_site, group_by_name
 
 
@@ -112,16 +112,12 @@ def _(x: Tensor, dim: int, length: int, source: str, target: str, group: str) ->
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, *ctx.rest = inputs
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dim, length, source, target, group = ctx.rest
-    return relayout(grad, dim, length, target, source, group), *[None] * 5
-
-
-relayout.register_autograd(_gradient, setup_context=_remember)
+goes_back_by(
+    relayout,
+    lambda grad, _, dim, length, source, target, group: relayout(
+        grad, dim, length, target, source, group
+    ),
+)
 
 
 def _layouts(x: Tensor, dim: int, source: str, target: str) -> tuple[Layout, Layout]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpcompile.ops.comm.communication import call_site, group_by_name
-from cpcompile.torch_private.process_groups import register_work
+from cpcompile.torch_private.distributed import register_work
 
 NOTHING_TO_HIDE_IT = ", behind no step"  # the end of `where` if no kernel hides a shift
 
@@ -68,13 +68,7 @@ def ring_shift(
 
 
 @ring_shift.register_fake
-def _(
-    tensors: Sequence[Tensor],
-    group: str,
-    where: str,
-    after: Tensor | None = None,
-    distance: int = 1,
-) -> list[Tensor]:
+def _(tensors: Sequence[Tensor], *_: object) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
 

@@ -31,7 +31,7 @@ from cpcompile.ops.dtensor.mask_placements import (
     mask_placements,
 )
 from cpcompile.ops.dtensor.mixer_rule import mixer_strategy
-from cpcompile.torch_private.dtensors import (
+from cpcompile.torch_private.distributed import (
     DTensorSpec,
     OpSchema,
     OpSpec,

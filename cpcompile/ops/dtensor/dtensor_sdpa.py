@@ -23,7 +23,7 @@ from cpcompile.ops.dtensor.dtensor_rules import alike, as_dtensors
 from cpcompile.ranks.layout_marks import layouts_in_use
 from cpcompile.settings import setting
 from cpcompile.torch_patches.tracing import dynamo_traces
-from cpcompile.torch_private.dtensors import StridedShard
+from cpcompile.torch_private.distributed import StridedShard
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from cpcompile.ops.mixers.mixer_call import MixerCall
-from cpcompile.torch_private.dtensors import (
+from cpcompile.torch_private.distributed import (
     DTensorSpec,
     OpSchema,
     OpSpec,

@@ -16,8 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from cpcompile.ops.mixers.mixer_call import MixerCall
 from cpcompile.ops.mixers.recordings import Recording, recording_of, token_of
-from cpcompile.torch_private.dispatch_modes import outside_of_operators
-from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.fake_tensors import FakeTensorMode, outside_of_operators
 
 
 @torch.library.custom_op("cp::mixer", mutates_args=())

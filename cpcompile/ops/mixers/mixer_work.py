@@ -19,8 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 from cpcompile.geometry.lengths import expected
 from cpcompile.ops.mixers.mixer_call import MixerCall
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.dispatch_modes import TorchDispatchMode
-from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.fake_tensors import FakeTensorMode, TorchDispatchMode
 
 _TOKENS = 128  # two chunks of most functions
 _OF_BACKWARD = 2  # gradients of both operands of each product

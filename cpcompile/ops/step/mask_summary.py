@@ -7,11 +7,11 @@ arrives as integers, see RingPlace.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_blocks import summary_size
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.step.row_mask import may_be_shifted
@@ -43,21 +43,12 @@ def mask_summary(
 
 
 @mask_summary.register_fake
-def _(
-    q: Tensor,
-    extras: Sequence[Tensor],
-    place: Sequence[int],
-    spec: str,
-    bias_grad: bool,
-    kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = _rows(q, extras, place, spec, bias_grad, kernel)
-    inputs, spans = rows.inputs, rows.spans
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = _rows(q, *rest)
+    inputs = rows.inputs
     batch = max(1 if x is None else x.shape[0] for x in inputs.masks[1:])
     bound = q.new_empty((batch, q.shape[2]), dtype=torch.int64)
-    size = 0
-    if not inputs.spec.mask_key:
-        size = summary_size(spans.rows, spans.keys, spans.rank, rows.tile)
+    size = 0 if inputs.spec.mask_key else rows.cut.summary_size
     row_shift, added = q.new_empty(0), inputs.added
     if added is not None and may_be_shifted(added):
         copies = (*added.shape[:2], q.shape[2])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cpcompile.geometry.key_ranges import KeyRanges
-from cpcompile.geometry.mask_blocks import MaskBlocks, summarize
+from cpcompile.geometry.mask_blocks import Cut, MaskBlocks
 from cpcompile.geometry.mask_cache import cached_blocks
 from cpcompile.geometry.mask_tiles import Tile, TokenSpan
 from cpcompile.kernels.choice import StepKernel
@@ -83,8 +83,14 @@ class MaskedRows:
     bias_grad: bool = False
 
     @property
-    def tile(self) -> Tile:
-        """The tile that rows are cut into."""
+    def cut(self) -> Cut:
+        """How the scores are cut into blocks."""
+        spans, is_math = self.spans, self._block_kernel is StepKernel.MATH
+        cut_all = self.inputs.bias is not None or is_math
+        return Cut(spans.rows, spans.keys, spans.rank, self._tile, cut_all)
+
+    @property
+    def _tile(self) -> Tile:
         copies = max(1 if x is None else x.shape[0] for x in self.inputs.masks)
         if self.inputs.bias is not None:
             copies *= self.inputs.bias.shape[1]
@@ -104,7 +110,7 @@ class MaskedRows:
         ranges = self._key_ranges()
         table = torch.zeros(0, dtype=torch.int64)
         if not inputs.spec.mask_key:
-            table = summarize(ranges, spans.rows, spans.keys, spans.rank, self.tile)
+            table = self.cut.summarize(ranges)
         own = spans.positions(device)
         lower, upper = ranges.lower[:, own], ranges.upper[:, own]
         q_segment_ids = inputs.q_segment_ids
@@ -120,14 +126,12 @@ class MaskedRows:
 
     def blocks(self, summary: MaskSummary) -> MaskBlocks:
         """Return the blocks that this rank computes."""
-        inputs, spans = self.inputs, self.spans
-        cut_all = inputs.bias is not None or self._block_kernel is StepKernel.MATH
-        cut = (spans.rows, spans.keys, spans.rank, self.tile, cut_all)
-        if not inputs.spec.mask_key:
-            return MaskBlocks.of_table(summary.table, *cut)
-        blocks = cached_blocks(inputs.spec.mask_key, *cut)
+        name, cut = self.inputs.spec.mask_key, self.cut
+        if not name:
+            return MaskBlocks.of_table(summary.table, cut)
+        blocks = cached_blocks(name, cut)
         if blocks is None:  # it is not cached any more
-            blocks = MaskBlocks.of(self._key_ranges(), *cut)
+            blocks = MaskBlocks.of(self._key_ranges(), cut)
         return blocks
 
     def work(self, summary: MaskSummary, source: int, key_count: int) -> RowWork:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from cpcompile.geometry.layout import Runs
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.strategies.contract import (
+    Saved,
     check_inputs,
     check_mask_layout,
     register,
@@ -77,31 +79,15 @@ def all_gather_attention(
     return ring_forward(q, *gather_keys(k, v, own), ring)
 
 
-@torch.library.custom_op("cp::all_gather_attention_backward", mutates_args=())
-def all_gather_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Sequence[Tensor],
-    sizes: Sequence[int],
-    spec: str,
-    group: str,
-    bias_grad: bool,
-    grad_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients (dq, dk, dv, dbias), see cp::ring_attention_backward.
-
-    Sums over blocks and over ranks are in the accumulation dtype.
-    """
-    inputs, name = AttentionInputs.of(spec, extras), "cp::all_gather_attention_backward"
+def _gradients(
+    saved: Saved, inputs: AttentionInputs, sizes: Sequence[int], group: str, *how: Any
+) -> tuple[Tensor, ...]:
+    """Compute the gradients, with sums over ranks in the accumulation dtype, too."""
+    grad, q, k, v, out, lse = saved
+    name = "cp::all_gather_attention_backward"
     own, ring = _one_step(name, (q, k, v), inputs, sizes, group, "backward")
     keys = gather_keys(k, v, own)
-    dq, totals, dbias = step_gradients(
-        grad, q, *keys, out, lse, ring, bias_grad, grad_lse
-    )
+    dq, totals, dbias = step_gradients(grad, q, *keys, out, lse, ring, *how)
     return dq, *scatter_gradients(totals, k, v, own), dbias
 
 
@@ -129,4 +115,4 @@ def _one_step(
     return own, GatheredRing(queries, keys, *who, inputs=inputs, runs=runs)
 
 
-register(all_gather_attention, all_gather_attention_backward)
+all_gather_attention_backward = register(all_gather_attention, _gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from cpcompile.ops.attention_spec import (
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.position_bias import new_bias_gradient
 from cpcompile.ops.strategies.sinks import gradient_of_sinks
+
+# grad, q, k, v, out and lse, for a backward.
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def check_operands(
@@ -182,25 +185,48 @@ def check_mask_layout(
         )
 
 
-def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
-    """Give both their fake results, and make `backward` the gradient of `forward`.
+def register(
+    forward: CustomOpDef, gradients: Callable[..., tuple[Tensor, ...]]
+) -> CustomOpDef:
+    """Give `forward` fake results, and the operator of its gradient, which is returned.
 
         forward(q, k, v, extras, ..., spec, ...) -> out, lse
-        backward(grad, q, k, v, out, lse, extras, ..., spec, ..., bias_grad, grad_lse)
-          -> dq, dk, dv, dbias
+        forward_backward(
+            grad, q, k, v, out, lse, extras, ..., spec, ..., bias_grad, grad_lse
+        ) -> dq, dk, dv, dbias
 
-    What stands between is the same in both. Of the extras the bias and the sinks have a
-    gradient; that of the sinks is found here.
+    What stands between is the same in both. The gradients are in the dtypes of the
+    inputs, and dbias has the shape of the bias, but no elements unless `bias_grad`;
+    grad_lse is the gradient of the log-sum-exp, if it has one. Of the extras the bias
+    and the sinks have a gradient; that of the sinks is found here.
+
+    gradients: is called as gradients((grad, q, k, v, out, lse), inputs, ..., bias_grad,
+        grad_lse), without the spec.
     """
-    names = [x.name for x in forward._opoverload._schema.arguments]
-    place = names.index("spec") - 4
+    schema = forward._opoverload._schema
+    place = [x.name for x in schema.arguments].index("spec") - 4
+    _, _, told = str(schema).partition("Tensor[] extras, ")
+
+    def compute(*arguments: Any) -> tuple[Tensor, ...]:
+        extras, *rest = arguments[6:]
+        inputs = AttentionInputs.of(rest.pop(place), extras)
+        return gradients(arguments[:6], inputs, *rest)
+
+    backward = torch.library.custom_op(
+        f"{schema.name}_backward",
+        compute,
+        mutates_args=(),
+        schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        f"Tensor[] extras, {told.partition(')')[0]}, bool bias_grad, Tensor? grad_lse) "
+        "-> (Tensor, Tensor, Tensor, Tensor)",
+    )
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         q, k, v, extras, *ctx.rest = inputs
         ctx.set_materialize_grads(False)  # mostly nothing reads the log-sum-exp
         ctx.save_for_backward(*output, q, k, v, *extras)
 
-    def gradients(
+    def of_inputs(
         ctx: Any, grad: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Any, ...]:
         out, lse, q, k, v, *extras = ctx.saved_tensors
@@ -217,28 +243,23 @@ def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
         unused = [None] * len(ctx.rest)
         return dq, dk, dv, [found.get(name) for name in given], *unused
 
-    def fake_backward(
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        extras: Sequence[Tensor],
-        *rest: Any,
-    ) -> tuple[Tensor, ...]:
+    def fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+        q, k, v = arguments[1:4]
+        extras, *rest = arguments[6:]
         *_, wanted, _ = rest
         bias = AttentionInputs.of(rest[place], extras).bias
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         return dq, dk, dv, new_bias_gradient(q, bias, wanted)
 
-    forward.register_fake(_fake_forward)
+    forward.register_fake(fake_results)
     backward.register_fake(fake_backward)
     torch.library.register_autograd(
-        forward._opoverload, gradients, setup_context=setup_context
+        forward._opoverload, of_inputs, setup_context=setup_context
     )
+    return backward
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def fake_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return a fake out and lse."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return out, q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))

@@ -6,6 +6,7 @@ It is what cp::ulysses_attention runs on its heads; it communicates with nobody.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from cpcompile.geometry.layout import Runs
 from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.strategies.contract import (
+    Saved,
     check_inputs,
     check_layout,
     check_operands,
@@ -35,23 +37,9 @@ def local_attention(
     return ring_forward(q, k, v, ring)
 
 
-@torch.library.custom_op("cp::local_attention_backward", mutates_args=())
-def local_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Sequence[Tensor],
-    spec: str,
-    bias_grad: bool,
-    grad_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients (dq, dk, dv, dbias), see cp::ring_attention_backward."""
-    inputs, name = AttentionInputs.of(spec, extras), "cp::local_attention_backward"
-    ring = _one_rank(name, (q, k, v), inputs)
-    return ring_backward(grad, q, k, v, out, lse, ring, bias_grad, grad_lse)
+def _gradients(saved: Saved, inputs: AttentionInputs, *how: Any) -> tuple[Tensor, ...]:
+    ring = _one_rank("cp::local_attention_backward", saved[1:4], inputs)
+    return ring_backward(*saved, ring, *how)
 
 
 def _one_rank(
@@ -65,4 +53,4 @@ def _one_rank(
     return Ring(queries, keys, False, "", 0, name, inputs=inputs)
 
 
-register(local_attention, local_attention_backward)
+local_attention_backward = register(local_attention, _gradients)

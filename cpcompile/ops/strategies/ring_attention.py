@@ -8,13 +8,14 @@ ring_steps.py. Method: Liu, Zaharia and Abbeel, Ring Attention (arXiv 2310.01889
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.comm.communication import call_site
-from cpcompile.ops.strategies.contract import register
+from cpcompile.ops.strategies.contract import Saved, register
 from cpcompile.ops.strategies.ring_schedule import Ring
 from cpcompile.ops.strategies.ring_steps import ring_backward, ring_forward
 
@@ -58,32 +59,18 @@ def ring_attention(
         return ring_forward(q, k, v, ring)
 
 
-@torch.library.custom_op("cp::ring_attention_backward", mutates_args=())
-def ring_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Sequence[Tensor],
-    sizes: Sequence[int],
-    spec: str,
-    group: str,
-    bias_grad: bool,
-    grad_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients (dq, dk, dv, dbias) of cp::ring_attention.
+def _gradients(
+    saved: Saved, inputs: AttentionInputs, sizes: Sequence[int], group: str, *how: Any
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of cp::ring_attention.
 
-    They are in the inputs' dtypes. The forward has saved its tensors and results,
-    nothing per step; sums over steps are kept in the accumulation dtype. dbias has the
-    shape of the bias, and no elements unless `bias_grad`. grad_lse: [B, H, local
-    queries], of the log-sum-exp, if it has a gradient.
+    The forward has saved its tensors and results, nothing per step; sums over steps are
+    kept in the accumulation dtype.
     """
-    ring = Ring.of(AttentionInputs.of(spec, extras), sizes, group, "backward")
-    ring.check("cp::ring_attention_backward", q, k, v)
+    ring = Ring.of(inputs, sizes, group, "backward")
+    ring.check("cp::ring_attention_backward", *saved[1:4])
     with call_site(ring.place):
-        return ring_backward(grad, q, k, v, out, lse, ring, bias_grad, grad_lse)
+        return ring_backward(*saved, ring, *how)
 
 
-register(ring_attention, ring_attention_backward)
+ring_attention_backward = register(ring_attention, _gradients)

@@ -26,7 +26,7 @@ from cpcompile.ops.comm.communication import all_gather_chunks, group_by_name
 from cpcompile.ops.step.attention_step import attention_step
 from cpcompile.ops.step.dropout import Dropout
 from cpcompile.ops.step.kernel_choice import call_kernel, masked_kernel
-from cpcompile.ops.step.math_attention import HIDDEN, accumulation_dtype
+from cpcompile.ops.step.math_attention import HIDDEN
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import own_bias
 from cpcompile.ops.step.row_changes import RowModifiers
@@ -39,6 +39,7 @@ from cpcompile.ops.strategies.contract import (
     check_inputs,
     check_layout,
     check_operands,
+    fake_results,
 )
 from cpcompile.ops.strategies.sinks import with_sinks
 
@@ -98,12 +99,7 @@ def split_kv_attention(
     return with_sinks(*merged, inputs.sinks, row_shift)
 
 
-@split_kv_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object
-) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+split_kv_attention.register_fake(fake_results)
 
 
 def _merged(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.functorch import autograd_function_apply
-from cpcompile.torch_private.operators import get_decompositions
+from cpcompile.torch_private.operators import (
+    autograd_function_apply,
+    get_decompositions,
+)
 
 from ...graph.calls import spelled
 from ...graph.constant_arguments import ConstantArgument, graph_text

@@ -26,9 +26,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
-from cpcompile.torch_private.fake_tensors import FakeTensorMode
-from cpcompile.torch_private.functorch import autograd_function_apply
+from cpcompile.torch_private.fake_tensors import (
+    FakeTensorMode,
+    enable_python_dispatcher,
+)
+from cpcompile.torch_private.operators import autograd_function_apply
 
 from ...graph.effects import is_in_place
 from ...graph.nodes import (

@@ -15,7 +15,7 @@ from cpcompile.cost.plans import RingWork
 from cpcompile.cost.strategies import STRATEGIES, factorisations
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Chunks, Layout, Runs
-from cpcompile.geometry.mask_blocks import MaskBlocks, spans
+from cpcompile.geometry.mask_blocks import Cut, MaskBlocks, spans
 from cpcompile.geometry.mask_cache import put_mask
 from cpcompile.geometry.mask_tiles import Tile
 from cpcompile.geometry.masks import Mask
@@ -114,7 +114,7 @@ def _ring_steps(ranges: KeyRanges, queries: Runs, keys: Runs, layout: Layout) ->
         for tokens in (queries, keys)
     )
     whole = Tile(max(queries.length, 1), max(keys.length, 1))
-    needed = MaskBlocks.of(ranges, rows, held, 0, whole, False).needed
+    needed = MaskBlocks.of(ranges, Cut(rows, held, 0, whole)).needed
     distances = {
         (rank - source) % ranks
         for rank, sources in enumerate(needed)

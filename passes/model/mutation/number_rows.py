@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from cpcompile.geometry.lengths import is_same
 from cpcompile.torch_patches.tracing import plain_means_replicated
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
+from cpcompile.torch_private.fake_tensors import enable_python_dispatcher
 
 from ...graph.calls import canonical_call
 from ...graph.context import Context

@@ -26,7 +26,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.errors import RewriteError
-from cpcompile.torch_private.functorch import (
+from cpcompile.torch_private.operators import (
     get_dynamic_layer_stack_depth,
     pop_dynamic_layer_stack_and_undo_to_depth,
 )

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_divided, is_symbol
 from cpcompile.options import GradSync
-from cpcompile.torch_private.dispatch_modes import is_traceable_wrapper_subclass
+from cpcompile.torch_private.fake_tensors import is_traceable_wrapper_subclass
 
 from ...graph.context import (
     PARAMETERS,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.geometry.lengths import expected, is_divided, is_symbol
-from cpcompile.torch_private.dtensors import StridedShard
+from cpcompile.torch_private.distributed import StridedShard
 
 from ...flow.dim_maps import Labels
 from ...flow.dim_rules import product_map

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cpcompile.errors import RewriteError
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
+from cpcompile.torch_private.fake_tensors import enable_python_dispatcher
 
 from ...flow.flow import nothing_moves
 from ...graph.effects import is_in_place

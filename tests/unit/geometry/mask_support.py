@@ -4,7 +4,7 @@ import torch
 
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Layout, Runs
-from cpcompile.geometry.mask_blocks import MaskBlocks, spans
+from cpcompile.geometry.mask_blocks import Cut, MaskBlocks, spans
 from cpcompile.geometry.mask_tiles import Tile
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def blocks_of(key_ranges, length, ranks=1, rank=0, **ids):
         CPU,
     )
     found = places(Layout.CONTIGUOUS, Runs.contiguous(length, ranks))
-    return MaskBlocks.of(ranges, found, found, rank, Tile(512, 1 << 15), False)
+    return MaskBlocks.of(ranges, Cut(found, found, rank, Tile(512, 1 << 15)))
 
 
 def band(low, high):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cpcompile.geometry import mask_tiles
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Layout, Runs, TokenLayout
-from cpcompile.geometry.mask_blocks import MaskBlocks, spans
+from cpcompile.geometry.mask_blocks import Cut, MaskBlocks, spans
 from cpcompile.geometry.mask_tiles import Tile
 from cpcompile.ops.step.row_mask import RowMask
 from tests.unit.geometry.mask_support import CPU, band, blocks_of, places
@@ -100,7 +100,7 @@ def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
     visible = dense(*fields)
     for rank in range(ranks):
         with mock.patch.object(mask_tiles, "WORTH_A_CALL_KEYS", 2):
-            blocks = MaskBlocks.of(ranges, rows, keys, rank, tile, cut_all)
+            blocks = MaskBlocks.of(ranges, Cut(rows, keys, rank, tile, cut_all))
         own = torch.tensor(positions(rows[rank]), dtype=torch.int64)
         ids = (
             (q_segment_ids.expand(len(visible), -1)[:, own], kv_segment_ids)
@@ -151,7 +151,7 @@ def test_every_rank_knows_who_sees_whom(fields, ranks, zigzag):
     rows, keys = (places(layout, Runs.contiguous(n, ranks)) for n in (q_len, kv_len))
     ranges, visible = KeyRanges.of(*fields, CPU), dense(*fields)
     tables = [
-        MaskBlocks.of(ranges, rows, keys, rank, Tile(4, 64), False)
+        MaskBlocks.of(ranges, Cut(rows, keys, rank, Tile(4, 64)))
         for rank in range(ranks)
     ]
     assert len({blocks.needed for blocks in tables}) == 1

@@ -8,7 +8,7 @@ import torch
 from cpcompile.geometry import mask_blocks, mask_cache
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Layout, Runs
-from cpcompile.geometry.mask_blocks import MaskBlocks, spans
+from cpcompile.geometry.mask_blocks import Cut, MaskBlocks, spans
 from cpcompile.geometry.mask_cache import cached_blocks, put_mask
 from cpcompile.geometry.mask_tiles import Tile
 from tests.support.attention_calls import attention
@@ -49,9 +49,9 @@ def test_parts_are_those_of_a_look(layout, rank):
     ids = documents()
     name = put_mask((window(), ids, ids), S, S)
     rows = tuple(spans(layout, Runs.contiguous(S, 3), each) for each in range(3))
-    cut = (rows, rows, rank, Tile(4, 8), False)
+    cut = Cut(rows, rows, rank, Tile(4, 8))
     ranges = KeyRanges.of(window(), ids, ids, S, S, torch.device("cpu"))
-    assert cached_blocks(name, *cut) == MaskBlocks.of(ranges, *cut)
+    assert cached_blocks(name, cut) == MaskBlocks.of(ranges, cut)
 
 
 def attend(known):
@@ -87,5 +87,5 @@ def test_so_many_are_kept(monkeypatch):
     put_mask((window(8), None, None), S, S)  # used again
     put_mask((window(10), None, None), S, S)
     cut = ((spans(Layout.CONTIGUOUS, Runs.contiguous(S, 1), 0),),) * 2
-    assert cached_blocks(second, *cut, 0, Tile(4, 4), False) is None
-    assert cached_blocks(first, *cut, 0, Tile(4, 4), False) is not None
+    assert cached_blocks(second, Cut(*cut, 0, Tile(4, 4))) is None
+    assert cached_blocks(first, Cut(*cut, 0, Tile(4, 4))) is not None

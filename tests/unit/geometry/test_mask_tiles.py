@@ -7,7 +7,7 @@ import torch
 
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Layout, Runs
-from cpcompile.geometry.mask_blocks import MaskBlocks
+from cpcompile.geometry.mask_blocks import Cut, MaskBlocks
 from cpcompile.geometry.mask_tiles import Tile
 from tests.unit.geometry.mask_support import CPU, band, blocks_of, places
 
@@ -32,7 +32,7 @@ def test_a_causal_mask_with_a_bias_computes_half():
     """Its parts are cut into tiles, which plain math and a bias need."""
     ranges = KeyRanges.of(band(0, torch.arange(8192) + 1), None, None, 8192, 8192, CPU)
     found = places(Layout.CONTIGUOUS, Runs.contiguous(8192, 1))
-    blocks = MaskBlocks.of(ranges, found, found, 0, Tile(512, 1 << 15), True)
+    blocks = MaskBlocks.of(ranges, Cut(found, found, 0, Tile(512, 1 << 15), True))
     assert blocks.pairs == sum(512 * (512 * k) for k in range(1, 17))
     masked = sum(x.rows * x.keys for x in blocks.of_source(0) if x.masked)
     # All rows of a tile see the keys up to its first row, of the first tile too few.
@@ -71,7 +71,7 @@ def test_keys_without_rows_leave_a_rectangle_and_a_triangle():
     """As of queries that continue keys of a cache."""
     ranges = KeyRanges.of(band(0, torch.arange(64) + 1001), None, None, 64, 1064, CPU)
     rows, keys = (places(Layout.CONTIGUOUS, Runs.contiguous(n, 1)) for n in (64, 1064))
-    blocks = MaskBlocks.of(ranges, rows, keys, 0, Tile(512, 1 << 15), False)
+    blocks = MaskBlocks.of(ranges, Cut(rows, keys, 0, Tile(512, 1 << 15)))
     expected = [(0, 64, 0, 1000, "whole"), (0, 64, 1000, 64, "causal")]
     assert sides(blocks) == expected
 

@@ -23,9 +23,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.geometry.lengths import Size, is_symbol
 from cpcompile.refusals import check_refusal
-from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
-from cpcompile.torch_private.fake_tensors import FakeTensorMode
-from cpcompile.torch_private.functorch import lazy_load_decompositions, predispatch
+from cpcompile.torch_private.fake_tensors import (
+    FakeTensorMode,
+    enable_python_dispatcher,
+)
+from cpcompile.torch_private.operators import lazy_load_decompositions, predispatch
 
 from ....graph.attention_calls import is_attention
 from ....graph.calls import function_of

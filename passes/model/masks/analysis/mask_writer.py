@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.lengths import expected
-from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
-from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.fake_tensors import (
+    FakeTensorMode,
+    enable_python_dispatcher,
+)
 
 from ....graph.constant_arguments import Constant
 from ....graph.nodes import fake_value, insert_call
