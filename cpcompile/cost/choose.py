@@ -33,8 +33,6 @@ PLENTY = 1 / 256
 # Its result would have to be gathered for whatever reads it on the others.
 _RANK_WITHOUT_QUERIES = "a rank would have no query"
 
-_Predictions = Callable[..., Sequence[float]]
-
 
 def choose(
     workload: Workload,
@@ -64,7 +62,7 @@ def choose(
     for memory, the message has the smallest need.
     """
     budget = profile.memory_bytes if memory_budget is None else memory_budget
-    forms = [Candidate(*form) for form in _forms(workload, layouts, degrees)]
+    forms = list(_forms(workload, layouts, degrees))
 
     def why_out(form: Candidate) -> str | None:
         few = STRATEGIES[form.strategy].few_queries
@@ -196,7 +194,7 @@ def rank(
 
 def _forms(
     workload: Workload, layouts: Sequence[Layout], mesh: CPDegrees | None
-) -> Iterator[tuple[Strategy, CPDegrees, Layout]]:
+) -> Iterator[Candidate]:
     for layout in layouts:
         for strategy, row in STRATEGIES.items():
             if row.few_queries and not workload.has_few_queries:
@@ -211,7 +209,7 @@ def _forms(
                 # So that the reason against it is the first.
                 factorised = [mesh, *(other for other in factorised if other != mesh)]
             for degrees in factorised:
-                yield strategy, degrees, layout
+                yield Candidate(strategy, degrees, layout)
 
 
 def _why_excluded(
@@ -286,7 +284,7 @@ def _compiled(
     causal: bool,
     direction: Direction,
     grouped: bool,
-) -> _Predictions:
+) -> Callable[..., Sequence[float]]:
     """Compile the fields of PassCost, then those of relayout_cost, for SYMBOLS."""
     row = STRATEGIES[strategy]
     cost_of = row.cost if row.grouped is None or not grouped else row.grouped
@@ -295,7 +293,7 @@ def _compiled(
     if direction is Direction.BOTH:
         cost = cost.then(cost_of(causal, layout, True))
         relayout = tuple(2 * x for x in relayout)
-    return evaluator(SYMBOLS, (*cost.expressions(), *relayout))
+    return evaluator(SYMBOLS, (*cost, *relayout))
 
 
 def _mebibytes(count: float) -> str:

@@ -62,8 +62,8 @@ ROWS, KEYS = Sq / r, Sk / r
 
 def kernel_seconds(
     rows: sympy.Expr,
-    dense: sympy.Expr,
-    triangular: sympy.Expr,
+    dense: sympy.Expr | int,
+    triangular: sympy.Expr | int,
     backward: bool,
     diagonals: sympy.Expr | int = 1,
 ) -> sympy.Expr:
@@ -123,7 +123,7 @@ def ring_step_seconds(
     Sq != Sk the sum of pairs is exact, but later steps are taken as equal.
     """
     if not causal:
-        step = kernel_seconds(ROWS, ROWS * Sk / steps, sympy.Integer(0), backward)
+        step = kernel_seconds(ROWS, ROWS * Sk / steps, 0, backward)
         return step, step
     if layout is Layout.CONTIGUOUS:
         dense, triangular = last_rank_pairs(causal)
@@ -132,13 +132,13 @@ def ring_step_seconds(
         first_dense = larger(0, dense - (r - 1) * ROWS * smaller(Sq, Sk) / r)
         shared = _shared_cores(first_dense + triangular + (r - 1) * later_pairs)
         first = kernel_seconds(ROWS, first_dense, triangular, backward) * shared
-        later = kernel_seconds(ROWS, later_pairs, sympy.Integer(0), backward) * shared
+        later = kernel_seconds(ROWS, later_pairs, 0, backward) * shared
         extra = (pieces - 1) * launch
         return first + extra, later + extra
     of_step = balanced_pairs() / r
-    first = kernel_seconds(ROWS, sympy.Integer(0), of_step, backward)
+    first = kernel_seconds(ROWS, 0, of_step, backward)
     if layout is Layout.ZIGZAG:
-        return first, kernel_seconds(ROWS, of_step, sympy.Integer(0), backward)
+        return first, kernel_seconds(ROWS, of_step, 0, backward)
     return first, first
 
 
@@ -149,12 +149,11 @@ def gathered_seconds(causal: bool, layout: Layout, backward: bool) -> sympy.Expr
         shared = _shared_cores(dense + triangular) if causal else 1
         return kernel_seconds(ROWS, dense, triangular, backward) * shared
     pairs = balanced_pairs()
-    none = sympy.Integer(0)
     if layout is Layout.ZIGZAG:  # two triangles of half the rows, the rest is dense
         diagonal = ROWS * KEYS / 4
         return kernel_seconds(ROWS, pairs - diagonal, diagonal, backward)
     # A tile of rows of every r-th token has its edge in r tiles of keys.
-    return kernel_seconds(ROWS, none, pairs, backward, diagonals=r)
+    return kernel_seconds(ROWS, 0, pairs, backward, diagonals=r)
 
 
 def gathered_kernels(causal: bool, layout: Layout) -> sympy.Expr:

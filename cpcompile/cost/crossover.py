@@ -8,6 +8,7 @@ A decision that holds only between two grid points is not seen.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -62,24 +63,14 @@ def _edge(same: Callable[[int], bool], start: int, limit: int) -> int:
 
     Towards a smaller limit this is the smallest such size.
     """
-    inside, step = start, GRID_FACTOR if limit > start else 1 / GRID_FACTOR
+    sign, inside = (1 if limit > start else -1), start
     while inside != limit:
-        next_ = round(inside * step)
-        next_ = min(max(next_, inside + 1), limit) if limit > start else next_
-        next_ = max(min(next_, inside - 1), limit) if limit < start else next_
-        if not same(next_):
-            return _bisect(same, inside, next_)
-        inside = next_
-    return inside
-
-
-def _bisect(same: Callable[[int], bool], inside: int, outside: int) -> int:
-    while abs(outside - inside) > 1:
-        middle = (inside + outside) // 2
-        if same(middle):
-            inside = middle
-        else:
-            outside = middle
+        far = abs(round(inside * GRID_FACTOR**sign) - inside)
+        step = min(max(far, 1), abs(limit - inside))
+        if not same(inside + sign * step):
+            places = range(inside, inside + sign * (step + 1), sign)
+            return places[bisect_left(places, True, key=lambda x: not same(x)) - 1]
+        inside += sign * step
     return inside
 
 
@@ -95,9 +86,5 @@ def _form(decide: Callable[[int], Plan], size: int) -> Candidate | None:
         chosen = decide(size).chosen
     except RewriteError:
         return None
-    return Candidate(
-        chosen.strategy,
-        chosen.degrees,
-        chosen.layout,
-        head_groups=chosen.head_groups,
-    )
+    where = (chosen.strategy, chosen.degrees, chosen.layout)
+    return Candidate(*where, head_groups=chosen.head_groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from cpcompile.cost.choose import choose
@@ -14,7 +14,6 @@ from cpcompile.geometry.layout import Layout
 # All that are worth comparing: fold costs what striped does.
 BALANCED_LAYOUTS = (Layout.ZIGZAG, Layout.STRIPED)
 AUTO_LAYOUTS = (Layout.CONTIGUOUS, *BALANCED_LAYOUTS)
-_CALL = "cp.plan"
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -82,12 +81,14 @@ def plan(
     }
     if latent_dim is not None:
         sizes["latent_dim"] = latent_dim
-    positive_integers(_CALL, sizes)
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"cp.plan: {name} is {value!r}; needed a positive integer")
     profile = load_profile(hardware)
     if ranks_per_node is not None:
         profile = replace(profile, ranks_per_node=float(ranks_per_node))
     bytes_per_element = BYTES_PER_ELEMENT[
-        one_of(_CALL, "dtype", dtype.removeprefix("torch."), BYTES_PER_ELEMENT)
+        _one_of("dtype", dtype.removeprefix("torch."), BYTES_PER_ELEMENT)
     ]
     latents = None
     if latent_dim is not None:
@@ -109,13 +110,13 @@ def plan(
         bytes_per_element=bytes_per_element,
         causal=causal,
         direction=Direction(
-            one_of(_CALL, "direction", direction, [d.value for d in Direction])
+            _one_of("direction", direction, [d.value for d in Direction])
         ),
         ranks=ranks,
         relayout=relayout,
         latents=latents,
     )
-    named = one_of(_CALL, "layout", layout, ["auto", *(x.value for x in Layout)])
+    named = _one_of("layout", layout, ["auto", *(x.value for x in Layout)])
     layouts = AUTO_LAYOUTS if named == "auto" else (Layout(named),)
     try:
         return choose(
@@ -128,24 +129,12 @@ def plan(
         raise ValueError(f"cp.plan: {error}") from error
 
 
-def positive_integers(call: str, sizes: Mapping[str, int]) -> None:
-    """Check the sizes of a call that plans.
-
-    Raises: ValueError for what is no positive integer.
-    """
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{call}: {name} is {value!r}; needed a positive integer")
-
-
-def one_of(call: str, name: str, value: str, choices: Iterable[str]) -> str:
+def _one_of(name: str, value: str, choices: Collection[str]) -> str:
     """Return the value of an argument.
 
     Raises: ValueError if it is none of the choices.
     """
-    names = list(choices)
-    if value not in names:
-        raise ValueError(
-            f"{call}: {name} is {value!r}; needed one of {', '.join(names)}"
-        )
+    if value not in choices:
+        needed = ", ".join(choices)
+        raise ValueError(f"cp.plan: {name} is {value!r}; needed one of {needed}")
     return value

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
-from cpcompile.cost import all_gather, latents, ring, symbols, ulysses
+from cpcompile.cost import model, symbols
 from cpcompile.cost.choose import choose, predict
 from cpcompile.cost.crossover import regions, with_length
 from cpcompile.cost.evaluate import evaluator
@@ -63,10 +63,6 @@ Clock = npt.NDArray[np.float64]
 Filling = tuple[float, Callable[["SubFigure"], None]]
 """Height of a panel in inches, and what fills it."""
 
-_GATHERS = {
-    Strategy.ALL_GATHER: all_gather.all_gather_transfer_seconds,
-    Strategy.LATENTS: latents.latents_transfer_seconds,
-}
 _SETTINGS: dict[Any, Any] = {"svg.fonttype": "none", "font.size": 9}  # text stays text
 _MOST_RANKS = 1024  # a picture with more would have no pixel for each
 _MOST_NUMBERS = 8  # ranks up to which numbers are written into the cells of a map
@@ -224,10 +220,9 @@ def _simulate(run: Timeline, call: Workload, profile: HardwareProfile) -> None:
         (ahead,) = values(_ahead(form.strategy, backward))
     if form.strategy in (Strategy.RING, Strategy.HYBRID):
         steps_exposed, copies = values(
-            ring.ring_exposed_seconds(call.causal, form.layout, backward),
-            symbols.SEVERAL_STEPS * ring.copy_seconds()
-            + ulysses.exchange_seconds(backward)
-            - ulysses.exchange_transfer_seconds(),
+            model.ring_cost(call.causal, form.layout, backward).exposed,
+            symbols.SEVERAL_STEPS * model.COPY_SECONDS
+            + model.exchange_copy_seconds(backward),
         )
         around = exposed - steps_exposed
         run.communicate(ahead * around)
@@ -257,9 +252,13 @@ def _ahead(strategy: Strategy, backward: bool) -> sympy.Expr:
     """Return the part of what is sent that is sent before the attention."""
     if strategy is Strategy.SPLIT_KV:
         return sympy.Integer(0)
-    if strategy in _GATHERS:
-        return _GATHERS[strategy](False) / _GATHERS[strategy](backward)
-    return (ulysses.OUTPUT if backward else ulysses.QKV) / ulysses.SENT
+    if strategy in (Strategy.ALL_GATHER, Strategy.LATENTS):
+        forward, sent = (
+            STRATEGIES[strategy].cost(False, Layout.CONTIGUOUS, x).transfer
+            for x in (False, backward)
+        )
+        return forward / sent
+    return (model.OUTPUT if backward else model.QKV) / model.SENT
 
 
 def _ring_steps(run: Timeline, call: Workload, profile: HardwareProfile) -> None:
@@ -267,10 +266,10 @@ def _ring_steps(run: Timeline, call: Workload, profile: HardwareProfile) -> None
     form, backward = run.candidate, call.direction is Direction.BACKWARD
     values = _values(form, call, profile)
     first, later, count, runs, hidden, latency, kv_hop, gradient_hop = values(
-        *ring.steps_seconds(call.causal, form.layout, backward),
+        *model.steps_seconds(call.causal, form.layout, backward),
         *(symbols.steps, symbols.pieces, symbols.overlap, symbols.hop),
-        symbols.hop + symbols.e * ring.KV / symbols.W,
-        int(backward) * (symbols.hop + symbols.SUM_BYTES * ring.KV / symbols.W),
+        symbols.hop + symbols.e * model.KV / symbols.W,
+        int(backward) * (symbols.hop + symbols.SUM_BYTES * model.KV / symbols.W),
     )
     fewer = later  # of a rank whose queries come before the keys
     if call.causal and form.layout is Layout.CONTIGUOUS:
@@ -466,7 +465,7 @@ def _curves(workload: Workload, decide: Decision) -> Filling:
             fastest = np.fmin.reduce(list(curves.milliseconds.values()))
             for strategy, times in curves.milliseconds.items():
                 row, possible = STRATEGIES[strategy], np.isfinite(times)
-                look = {"color": row.color, "marker": row.marker, "ls": row.line}
+                look = dict(zip(("color", "marker", "ls"), row.look, strict=True))
                 look |= {"label": strategy.value}
                 for axes, heights in ((above, times), (below, times / fastest)):
                     axes.plot(sizes[possible], heights[possible], ms=4, **look)

@@ -8,7 +8,7 @@ itself, so that what is found is what the model will use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
@@ -26,6 +26,10 @@ Vector = NDArray[np.float64]
 Values = dict[str, float]
 Sized = Sequence[tuple[float, float]]
 """Sizes, and the seconds of an operation with a latency and a time per element."""
+Overlap = tuple[float, float, float]
+"""Seconds of a message and of a computation, each alone, and of both at once."""
+_Found = tuple[str, Mapping[str, float], str, "Fit | None"]
+"""Where numbers of a profile come from, the numbers, and the curve of a fit."""
 
 _STEPS = 200
 _SMALLEST_STEP = 1e-9
@@ -97,15 +101,6 @@ class KernelSample:
 
 
 @dataclass(frozen=True)
-class OverlapSample:
-    """A message and a computation, each alone, and both at once."""
-
-    transfer: float
-    computation: float
-    together: float
-
-
-@dataclass(frozen=True)
 class Samples:
     """All samples of a calibration, in seconds of the slowest rank.
 
@@ -121,7 +116,7 @@ class Samples:
     backward_merges: Sized
     launch: float
     messages: Sequence[MessageSample]
-    overlaps: Sequence[OverlapSample]
+    overlaps: Sequence[Overlap]
     alone_speedup: float = 1.0
     speeds: Mapping[str, float] = field(default_factory=dict)
 
@@ -136,12 +131,10 @@ class Fit:
     @property
     def summary(self) -> str:
         """Text of the median and the worst error, as a profile records it."""
-        median, worst, count = (
-            np.median(self.errors),
-            self.errors.max(),
-            self.errors.size,
+        median, worst = np.median(self.errors), self.errors.max()
+        return (
+            f"median error {median:.1%}, worst {worst:.1%} of {self.errors.size} times"
         )
-        return f"median error {median:.1%}, worst {worst:.1%} of {count} times"
 
 
 def fit(
@@ -308,18 +301,20 @@ def _kernel(backward: bool) -> Any:
     return sympy.lambdify((*call, *_KERNEL.values()), expression, "numpy", cse=True)
 
 
-def fit_overlap(samples: Sequence[OverlapSample]) -> float:
+def fit_overlap(samples: Sequence[Overlap]) -> float:
     """Return the part of a transfer beside a computation that costs no time, 0 to 1.
 
     Samples are weighted by what there was to save, against the time of both at once.
     """
-    weights = [min(s.transfer, s.computation) / s.together for s in samples]
-    saved = [(s.transfer + s.computation) / s.together - 1 for s in samples]
-    top = sum(w * s for w, s in zip(weights, saved, strict=True))
-    return min(1.0, max(0.0, top / sum(w * w for w in weights)))
+    top = below = 0.0
+    for transfer, computation, together in samples:
+        weight = min(transfer, computation) / together
+        top += weight * ((transfer + computation) / together - 1)
+        below += weight * weight
+    return min(1.0, max(0.0, top / below))
 
 
-def shared_bridge(samples: Sequence[MessageSample]) -> tuple[int, float]:
+def shared_bridge(samples: Sequence[MessageSample]) -> tuple[float, float]:
     """Find ranks_per_bridge and bridge_bytes_per_second from grouped all-to-alls.
 
     Groups of 2, 4, ... consecutive ranks that all exchange at once get the same rate
@@ -337,26 +332,9 @@ def shared_bridge(samples: Sequence[MessageSample]) -> tuple[int, float]:
         if rate < _ALIKE * max(rates.values()):
             # Of size - 1 messages of a rank, size - per_bridge pass the bridge.
             share = (size - per_bridge) / (size - 1)
-            return per_bridge, rates[size] * per_bridge * share
+            return float(per_bridge), rates[size] * per_bridge * share
         per_bridge = ranks
-    return 0, 0.0
-
-
-@dataclass
-class _Numbers:
-    """Numbers of a profile, where they come from, and errors of their fits by curve."""
-
-    values: Values = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-
-    def add(self, source: str, numbers: Mapping[str, float]) -> None:
-        self.values.update(numbers)
-        self.sources.update(dict.fromkeys(numbers, source))
-
-    def fitted(self, curve: str, to: str, of: Fit, numbers: Values) -> None:
-        self.errors[f"fit_error_{curve}"] = of.summary
-        self.add(f"fitted to {to}: {of.summary}", numbers)
+    return 0.0, 0.0
 
 
 def fit_profile(
@@ -370,26 +348,43 @@ def fit_profile(
     base: has the numbers that were not measured. from_device: numbers that the device
     tells, with their sources; parallel_tiles is one. about: when and where it was.
     """
-    found = _Numbers()
-    for name, (value, source) in from_device.items():
-        found.add(source, {name: value})
-    issue = found.values["step_issue_seconds"]
+    values: dict[str, Any] = {x: value for x, (value, _) in from_device.items()}
+    sources, about = {x: text for x, (_, text) in from_device.items()}, dict(about)
+    for source, numbers, curve, fitted in (
+        *_computation(samples, values["step_issue_seconds"], values["parallel_tiles"]),
+        *_links(samples.messages),
+    ):
+        if fitted is not None:
+            about[f"fit_error_{curve}"] = fitted.summary
+            source = f"fitted to {source}: {fitted.summary}"
+        values |= numbers
+        sources |= dict.fromkeys(numbers, source)
+    for name in [x for x in NUMBERS if x not in values]:
+        values[name] = getattr(base, name)
+        source = base.sources.get(name, "")
+        sources[name] = f"not measured; profile {base.name}: {source}"
+    return replace(base, name="calibrated", sources=sources, about=about, **values)
+
+
+def _computation(
+    samples: Samples, issue: float, parallel_tiles: float
+) -> Iterator[_Found]:
+    """Find the numbers of one rank, and how much of a transfer it hides."""
     longer = [s for s in samples.kernels if s.seconds > 1.5 * issue]
-    kernels = fit_kernels(longer, found.values["parallel_tiles"])
+    kernels = fit_kernels(longer, parallel_tiles)
     latency = kernels.values.pop("kernel_launch_seconds")
-    steps = (
+    yield (
         "attention steps by cost.compute.kernel_seconds, forward and backward, "
         f"{_listed(f'{s.rows} x {s.keys}' for s in longer)} tokens, dense and causal, "
-        f"head dims {_listed(s.head_dim for s in longer)}"
+        f"head dims {_listed(s.head_dim for s in longer)}",
+        *(kernels.values, "attention", kernels),
     )
-    found.fitted("attention", steps, kernels, kernels.values)
-    found.add(
-        "measured: copy_ of 64 elements", {"kernel_launch_seconds": samples.launch}
-    )
+    launch = {"kernel_launch_seconds": samples.launch}
+    yield "measured: copy_ of 64 elements", launch, "", None
     copies = fit_line(samples.copies)
     rate = copies.values["rate"]
     packing = f"packing k and v, {_extent(samples.copies)} bytes read and written"
-    found.fitted("copies", packing, copies, {"memory_bytes_per_second": rate})
+    yield packing, {"memory_bytes_per_second": rate}, "copies", copies
     merges = {"merge": samples.merges, "backward_merge": samples.backward_merges}
     longest = 0.0
     for name, timed in merges.items():
@@ -397,84 +392,69 @@ def fit_profile(
             continue  # the rest was noise
         line = fit_line(timed)
         longest = max(longest, line.values["latency"])
-        text = (
+        yield (
             f"what a later step takes longer than a first one, {_extent(timed)} "
-            "elements, as bytes at memory_bytes_per_second"
+            "elements, as bytes at memory_bytes_per_second",
+            {f"{name}_bytes_per_element": rate / line.values["rate"]},
+            *(name, line),
         )
-        per_element = rate / line.values["rate"]
-        found.fitted(name, text, line, {f"{name}_bytes_per_element": per_element})
-    found.add(
-        "fitted: the latency of an attention step and that of its merge",
-        {"merge_latency_seconds": latency + longest},
-    )
-    found.add(
-        "measured: an attention step on all ranks, over the same on the first alone",
-        {"alone_speedup": samples.alone_speedup},
-    )
-    found.add(
-        "measured: an attention step in the dtype of the rates, over one in this dtype",
-        samples.speeds,
-    )
+    text = "fitted: the latency of an attention step and that of its merge"
+    yield text, {"merge_latency_seconds": latency + longest}, "", None
+    text = "measured: an attention step on all ranks, over the same on the first alone"
+    yield text, {"alone_speedup": samples.alone_speedup}, "", None
+    text = "an attention step in the dtype of the rates, over one in this dtype"
+    yield f"measured: {text}", samples.speeds, "", None
     if samples.overlaps:
-        found.add(
-            f"fitted to {len(samples.overlaps)} messages beside attention steps, "
-            "against both alone",
-            {"overlap_fraction": fit_overlap(samples.overlaps)},
-        )
-    _add_links(samples.messages, found)
-    for name in NUMBERS:
-        if name not in found.values:
-            source = f"not measured; profile {base.name}: {base.sources.get(name, '')}"
-            found.add(source, {name: getattr(base, name)})
-    values: dict[str, Any] = {**found.values}
-    about = {**about, **found.errors}
-    return replace(
-        base, name="calibrated", sources=found.sources, about=about, **values
-    )
+        messages = f"{len(samples.overlaps)} messages beside attention steps"
+        hidden = {"overlap_fraction": fit_overlap(samples.overlaps)}
+        yield f"fitted to {messages}, against both alone", hidden, "", None
 
 
-def _add_links(messages: Sequence[MessageSample], found: _Numbers) -> None:
+def _links(messages: Sequence[MessageSample]) -> Iterator[_Found]:
+    """Find the numbers of links, bridges and cards."""
     near = [s for s in messages if not s.senders]
     per_bridge, bridge = shared_bridge(near)
     if any(s.ranks > 2 for s in near):
         text = "measured: all-to-alls in groups of 2, 4, ... ranks, all at once"
-        found.add(
-            text if per_bridge else f"{text}: they share nothing",
-            {"ranks_per_bridge": float(per_bridge), "bridge_bytes_per_second": bridge},
-        )
+        found = {"ranks_per_bridge": per_bridge, "bridge_bytes_per_second": bridge}
+        yield text if per_bridge else f"{text}: they share nothing", found, "", None
     hops = [s for s in near if s.kind is TimedExchange.HOP]
-    unshared = [
+    collectives = [
         s
         for s in near
-        if not (s.kind is TimedExchange.ALL_TO_ALL and s.ranks > per_bridge > 0)
+        if s.kind is not TimedExchange.HOP
+        and not (s.kind is TimedExchange.ALL_TO_ALL and s.ranks > per_bridge > 0)
     ]
-    collectives = [s for s in unshared if s.kind is not TimedExchange.HOP]
+    near_latency = 0.0
     for curve, group in (("hop", hops), ("collectives", collectives)):
         if group:
             fitted = fit_messages(group)
-            text = (
+            near_latency = fitted.values.get("link_latency_seconds", near_latency)
+            yield (
                 f"{_listed(s.kind.value[0] for s in group)}; "
                 f"{_listed(int(s.sent_bytes) for s in group)} bytes sent per rank, "
-                f"groups of {_listed(s.ranks for s in group)}"
+                f"groups of {_listed(s.ranks for s in group)}",
+                *(fitted.values, curve, fitted),
             )
-            found.fitted(curve, text, fitted, fitted.values)
     alone = [s for s in messages if s.senders == 1]
     together = [s for s in messages if s.senders > 1]
     if alone and together:
         single, senders = fit_messages(alone), together[0].senders
         rate = single.values["link_bytes_per_second"]
-        latency = single.values["link_latency_seconds"]
-        beyond = latency - found.values.get("link_latency_seconds", 0.0)
+        beyond = single.values["link_latency_seconds"] - near_latency
         numbers = {
             "inter_node_latency_seconds": max(0.0, beyond),
             "inter_node_bytes_per_second": rate,
         }
-        found.fitted("inter_node", "messages between nodes", single, numbers)
+        yield "messages between nodes", numbers, "inter_node", single
         part = fit_messages(together).values["link_bytes_per_second"] / rate
-        found.add(
+        cards = {
+            "network_cards_per_node": min(float(senders), max(1.0, part * senders))
+        }
+        yield (
             f"fitted: {senders} ranks of a node that send at once get {part:.0%} each "
             "of what one alone gets",
-            {"network_cards_per_node": min(float(senders), max(1.0, part * senders))},
+            *(cards, "", None),
         )
 
 

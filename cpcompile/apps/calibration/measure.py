@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from cpcompile.apps.calibration.fit import (
     KernelSample,
     MessageSample,
-    OverlapSample,
+    Overlap,
     Samples,
     Sized,
     TimedExchange,
@@ -127,35 +127,25 @@ class TimedStep:
         self.delta = row_dots(self.grad, self.saved)
         self.dq, self.dk, self.dv = self.backward()
 
-    def forward(
-        self, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *earlier: Tensor) -> tuple[Tensor, Tensor]:
         """Run a step that is not the last one, after those that gave (out, lse)."""
-        operands = (self.q, self.k, self.v, out, lse)
+        operands = (self.q, self.k, self.v, *(earlier or (None, None)))
         out, lse = attention_step(*operands, *self.arguments, False, self.kernel)
         return out, lse
 
-    def backward(
-        self,
-        dq: Tensor | None = None,
-        dk: Tensor | None = None,
-        dv: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute gradients, added to those of earlier steps as in ring_backward."""
+    def backward(self, *earlier: Tensor) -> tuple[Tensor, ...]:
+        """Compute (dq, dk, dv), added to those of earlier steps as in ring_backward."""
+        of_rows, of_keys = list(earlier[:1]), list(earlier[1:])
         operands = (self.grad, self.q, self.k, self.v, self.lse)
         rest = (*self.arguments, False, self.kernel)
-        of_keys = [x for x in (dk, dv) if x is not None]
-        of_rows = [] if dq is None else [dq]
         if self.split:
             rows = (*operands, self.delta)
-            dk, dv = attention_step_backward(*rows, of_keys, Parts.DKDV.value, *rest)
-            (dq,) = attention_step_backward(*rows, of_rows, Parts.DQ.value, *rest)
-            return dq, dk, dv
+            keys = attention_step_backward(*rows, of_keys, Parts.DKDV.value, *rest)
+            dq = attention_step_backward(*rows, of_rows, Parts.DQ.value, *rest)
+            return (*dq, *keys)
         saved = (*operands, self.saved, of_rows)
-        dq, dk_new, dv_new = attention_step_backward(*saved, Parts.ALL.value, *rest)
-        if dk is not None and dv is not None:
-            dk_new, dv_new = torch.add(dk, dk_new), torch.add(dv, dv_new)
-        return dq, dk_new, dv_new
+        dq, *new = attention_step_backward(*saved, Parts.ALL.value, *rest)
+        return dq, *(map(torch.add, of_keys, new) if of_keys else new)
 
     def merge(self) -> None:
         """Do the merge that aten's kernels need after a later forward step."""
@@ -194,21 +184,18 @@ def measure_merges(watch: Stopwatch, seconds: float) -> tuple[Sized, Sized]:
     merge inside, so for them it is the difference between a later and a first step.
     """
     steps = [TimedStep(watch.device, 8, HEAD_DIMS[0], n, n) for n in TOKENS]
-    sizes = [step.q.numel() for step in steps]
     if steps[0].split:
         cases: list[Case] = [*(s.forward for s in steps), *(s.backward for s in steps)]
         cases += [partial(s.forward, s.out, s.lse) for s in steps]
         cases += [partial(s.backward, s.dq, s.dk, s.dv) for s in steps]
         times = watch.medians(cases, seconds)
-        half = len(times) // 2
-        extra = [b - a for a, b in zip(times[:half], times[half:], strict=True)]
+        extra = [b - a for a, b in zip(times, times[2 * len(steps) :], strict=False)]
     else:
         cases = [*(s.merge for s in steps), *(s.add_gradients for s in steps)]
         extra = watch.medians(cases, seconds)
-    forward, backward = extra[: len(steps)], extra[len(steps) :]
-    return tuple(zip(sizes, forward, strict=True)), tuple(
-        zip(sizes, backward, strict=True)
-    )
+    sizes = [step.q.numel() for step in steps]
+    sized = list(zip(2 * sizes, extra, strict=True))
+    return sized[: len(steps)], sized[len(steps) :]
 
 
 def measure_copies(watch: Stopwatch, seconds: float) -> Sized:
@@ -278,7 +265,7 @@ def measure_messages(
     return samples
 
 
-def measure_overlap(watch: Stopwatch, seconds: float) -> tuple[OverlapSample, ...]:
+def measure_overlap(watch: Stopwatch, seconds: float) -> tuple[Overlap, ...]:
     """Time messages to the next rank beside attention steps, in several proportions."""
     group = watch.group
     hops = [_exchange(TimedExchange.HOP, group, x, watch) for x in OVERLAP_SIZES]
@@ -291,7 +278,7 @@ def measure_overlap(watch: Stopwatch, seconds: float) -> tuple[OverlapSample, ..
     times = watch.medians([*hops, *steps, *both], seconds)
     alone, rest = times[: len(hops)], times[len(hops) :]
     return tuple(
-        OverlapSample(alone[i], rest[j], together)
+        (alone[i], rest[j], together)
         for (i, j), together in zip(pairs, rest[len(steps) :], strict=True)
     )
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from itertools import starmap
+from pathlib import Path
 
 from cpcompile.apps.cli import fit_command
 from cpcompile.apps.cli.presets import DeltaRules, Preset, find_preset
 from cpcompile.cost.mixer_plan import MixerPlan
 from cpcompile.cost.mixer_planner import plan_mixers
 from cpcompile.cost.mixer_shapes import MixerKind, MixerShape
-from cpcompile.cost.plain_data import to_dict, to_json
+from cpcompile.cost.plain_data import to_json
 from cpcompile.cost.planner import plan
 from cpcompile.cost.plans import Plan
 from cpcompile.cost.plans.tables import (
@@ -30,13 +31,8 @@ _SWEEP_HEADER = (
 )
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The plan for a number of ranks, or why there is none."""
-
-    ranks: int
-    plan: Plan | None
-    error: str | None = None
+Answers = dict[int, Plan | str]
+"""For each number of ranks its plan, or why there is none."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,10 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     preset = _preset(arguments)
     if arguments.fit:
         return fit_command.run(arguments, preset)
-    answers = [_answer(arguments, preset, ranks) for ranks in arguments.cp]
-    plans = [a.plan for a in answers if a.plan is not None]
+    answers = {ranks: _answer(arguments, preset, ranks) for ranks in arguments.cp}
+    plans = [answer for answer in answers.values() if isinstance(answer, Plan)]
     if not plans:
-        raise ValueError(answers[0].error)
+        raise ValueError(next(iter(answers.values())))
     mixers = [
         _mixers(preset.delta_rules, p, _name(arguments))
         for p in plans
@@ -62,7 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if arguments.json:
         single = len(answers) == 1
-        attention = plans[0] if single else [_record(a) for a in answers]
+        every = [
+            {"ranks": ranks, "error": x} if isinstance(x, str) else x
+            for ranks, x in answers.items()
+        ]
+        attention = every[0] if single else every
         others = mixers[0] if single and mixers else mixers
         print(
             to_json({"attention": attention, "mixers": others} if mixers else attention)
@@ -74,9 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
         # Numpy and matplotlib are not needed otherwise.
         from cpcompile.reporting.drawing import draw
 
+        path = Path(arguments.plot)
         titles = {ranks_text(p.workload.ranks): p for p in plans}
-        draw(arguments.plot, titles, arguments.memory_budget)
-        print(f"wrote {arguments.plot}", file=sys.stderr)
+        draw(path, titles, arguments.memory_budget)
+        print(f"wrote {path}", file=sys.stderr)
     return 0
 
 
@@ -116,7 +117,7 @@ def _preset(arguments: argparse.Namespace) -> Preset:
         name: getattr(arguments, name)
         for name in (
             *("heads", "kv_heads", "head_dim", "value_dim", "latent_dim"),
-            *("layers", "causal"),
+            *("layers", "causal", "hidden", "feed_forward", "vocabulary"),
         )
         if getattr(arguments, name) is not None
     }
@@ -130,49 +131,35 @@ def _preset(arguments: argparse.Namespace) -> Preset:
     return Preset(**{"layers": 0, "kv_heads": sizes["heads"]} | sizes)
 
 
-def _answer(arguments: argparse.Namespace, preset: Preset, ranks: int) -> Answer:
+def _answer(arguments: argparse.Namespace, preset: Preset, ranks: int) -> Plan | str:
+    of_model = ("heads", "kv_heads", "head_dim", "value_dim", "latent_dim", "causal")
+    of_call = (
+        *("batch", "seq", "kv_seq", "dtype", "direction", "hardware"),
+        *("ranks_per_node", "layout", "memory_budget"),
+    )
     try:
-        chosen_plan = plan(
-            batch=arguments.batch,
-            heads=preset.heads,
-            kv_heads=preset.kv_heads,
-            head_dim=preset.head_dim,
-            seq=arguments.seq,
-            kv_seq=arguments.kv_seq,
+        return plan(
+            **{name: getattr(preset, name) for name in of_model},
+            **{name: getattr(arguments, name) for name in of_call},
             ranks=ranks,
-            dtype=arguments.dtype,
-            causal=preset.causal,
-            direction=arguments.direction,
-            hardware=arguments.hardware,
-            ranks_per_node=arguments.ranks_per_node,
-            layout=arguments.layout,
-            memory_budget=arguments.memory_budget,
-            value_dim=preset.value_dim,
-            latent_dim=preset.latent_dim,
             overrides=dict(arguments.override),
             # Mixers have tokens in their natural order.
             relayout=arguments.relayout or preset.delta_rules is not None,
         )
-        return Answer(ranks, chosen_plan)
     except ValueError as error:
-        return Answer(ranks, None, str(error).removeprefix("cp.plan: "))
-
-
-def _record(answer: Answer) -> Any:
-    if answer.plan is None:
-        return {"ranks": answer.ranks, "error": answer.error}
-    return to_dict(answer.plan)
+        return str(error).removeprefix("cp.plan: ")
 
 
 def _text(
-    arguments: argparse.Namespace, preset: Preset, answers: list[Answer], first: Plan
+    arguments: argparse.Namespace, preset: Preset, answers: Answers, first: Plan
 ) -> list[str]:
     lines = _description(arguments, preset, first)
     if len(answers) > 1:
-        lines += ["", text_table([_SWEEP_HEADER, *map(_sweep_row, answers)])]
-    for answer in answers:
-        if answer.plan is not None and (len(answers) == 1 or arguments.candidates):
-            lines += ["", answer.plan.decision_text(preset.layers), answer.plan.table()]
+        rows = starmap(_sweep_row, answers.items())
+        lines += ["", text_table([_SWEEP_HEADER, *rows])]
+    for answer in answers.values():
+        if not isinstance(answer, str) and (len(answers) == 1 or arguments.candidates):
+            lines += ["", answer.decision_text(preset.layers), answer.table()]
     return lines
 
 
@@ -197,15 +184,15 @@ def _description(
     return lines
 
 
-def _sweep_row(answer: Answer) -> tuple[str, ...]:
-    if answer.plan is None:
-        return (str(answer.ranks), f"none: {answer.error}", "", "", "", "", "")
-    chosen = answer.plan.chosen
+def _sweep_row(ranks: int, answer: Plan | str) -> tuple[str, ...]:
+    if isinstance(answer, str):
+        return (str(ranks), f"none: {answer}", "", "", "", "", "")
+    chosen = answer.chosen
     row = candidate_row(chosen)
     return (
-        str(answer.ranks),
+        str(ranks),
         chosen.label,
         milliseconds(chosen.seconds),
         *(row[4], row[6], row[7]),
-        answer.plan.runner_up_text(),
+        answer.runner_up_text(),
     )

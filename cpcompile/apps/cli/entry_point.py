@@ -46,25 +46,19 @@ def made(text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 def _arguments(
     text: str, result: Any
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    needed = (
-        f"{text} returned {_kind(result)}; needed (model, inputs), where inputs are a "
-        "tensor, a tuple of arguments, or a dict of keyword arguments"
+    if isinstance(result, tuple):
+        kind = f"({', '.join(type(part).__name__ for part in result)})"
+        if len(result) == 2 and isinstance(result[0], nn.Module):
+            model, inputs = result
+            if isinstance(inputs, Tensor):
+                return model, (inputs,), {}
+            if isinstance(inputs, Mapping):
+                return model, (), dict(inputs)
+            if isinstance(inputs, tuple | list):
+                return model, tuple(inputs), {}
+    else:
+        kind = type(result).__name__
+    raise InputError(
+        f"{text} returned {kind}; needed (model, inputs), where inputs are a tensor, a "
+        "tuple of arguments, or a dict of keyword arguments"
     )
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise InputError(needed)
-    model, inputs = result
-    if not isinstance(model, nn.Module):
-        raise InputError(needed)
-    if isinstance(inputs, Tensor):
-        return model, (inputs,), {}
-    if isinstance(inputs, Mapping):
-        return model, (), dict(inputs)
-    if isinstance(inputs, tuple | list):
-        return model, tuple(inputs), {}
-    raise InputError(needed)
-
-
-def _kind(x: Any) -> str:
-    if isinstance(x, tuple):
-        return f"({', '.join(type(part).__name__ for part in x)})"
-    return type(x).__name__

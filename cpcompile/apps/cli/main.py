@@ -16,6 +16,33 @@ from typing import NoReturn
 from cpcompile.apps.cli import cli_plan, plan_arguments, verify_arguments
 
 _CALIBRATE = "measure this machine, and keep the rates as its profile"
+_COMMANDS = {  # help, description
+    "check": (
+        "say what several ranks would do with a model, in seconds",
+        "Compile a model as one of several ranks, in this process and without a "
+        "launch: what is shared out, what is gathered, what breaks the graph, and the "
+        "one thing to do next.",
+    ),
+    "plan": (
+        "compare every way to run a model's attention on so many ranks",
+        "Compare every way to run a model's attention on so many ranks; needs no GPU "
+        "and no process group.",
+    ),
+    "doctor": (
+        "versions, devices, backends, private interfaces of torch, and fixes",
+        "Say what cpcompile finds here, and what to do about problems.",
+    ),
+    "verify": (
+        "compare a model on several ranks with the same model on one process",
+        "Run a model on local processes and on one process, and compare results, "
+        "losses, gradients and weights.",
+    ),
+    "trace": (
+        "record one step of a model on several ranks, for Perfetto",
+        "Run a model on local processes, and record one step: a trace of all ranks, "
+        "and the times of operators and messages.",
+    ),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,44 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="cpcompile", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    verify_arguments.add_check_arguments(
-        commands.add_parser(
-            "check",
-            help="say what several ranks would do with a model, in seconds",
-            description="Compile a model as one of several ranks, in this process and "
-            "without a launch: what is shared out, what is gathered, what breaks the "
-            "graph, and the one thing to do next.",
-        )
-    )
-    plan = commands.add_parser(
-        "plan",
-        help="compare every way to run a model's attention on so many ranks",
-        description="Compare every way to run a model's attention on so many ranks; "
-        "needs no GPU and no process group.",
-    )
-    plan_arguments.add_arguments(plan)
-    doctor = commands.add_parser(
-        "doctor",
-        help="versions, devices, backends, private interfaces of torch, and fixes",
-        description="Say what cpcompile finds here, and what to do about problems.",
-    )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    verify_arguments.add_arguments(
-        commands.add_parser(
-            "verify",
-            help="compare a model on several ranks with the same model on one process",
-            description="Run a model on local processes and on one process, and "
-            "compare results, losses, gradients and weights.",
-        )
-    )
-    verify_arguments.add_trace_arguments(
-        commands.add_parser(
-            "trace",
-            help="record one step of a model on several ranks, for Perfetto",
-            description="Run a model on local processes, and record one step: a trace "
-            "of all ranks, and the times of operators and messages.",
-        )
-    )
+    for name, (text, description) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=description)
+        if name == "plan":
+            plan_arguments.add_arguments(command)
+        elif name == "doctor":
+            plan_arguments.add_rows(command, {"--json": "print JSON"})
+        else:
+            verify_arguments.add_arguments(command, name)
     commands.add_parser("calibrate", help=_CALIBRATE, add_help=False)
     return parser
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 from cpcompile.cost.max_sequence.fit import OFFLOADABLE
 from cpcompile.cost.planner import BYTES_PER_ELEMENT
@@ -17,113 +18,28 @@ _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 }
 
 
+def add_rows(
+    parser: argparse._ActionsContainer, rows: Mapping[str, str | None]
+) -> None:
+    """Add arguments: their names and kind, and their help.
+
+    A kind in capitals is the name of the value too; a name without one is a flag.
+    """
+    for words, text in rows.items():
+        *names, kind = words.split()
+        how = dict(_KINDS.get(kind, {}))
+        if kind.startswith("--"):
+            names, how = [*names, kind], {"action": "store_true"}
+        elif kind.isupper():
+            how["metavar"] = kind
+        parser.add_argument(*names, help=text, **how)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `cpcompile plan` to a parser."""
-    model = parser.add_argument_group("model, by name or by sizes")
-    model.add_argument("--model", metavar="NAME", help="such as llama3-8b")
-    for name, what in (
-        ("heads", "query heads"),
-        ("kv-heads", "key/value heads; as many as query heads if not given"),
-        ("head-dim", "dims of a query and key head"),
-        ("value-dim", "dims of a value head, if different"),
-        ("latent-dim", "numbers per token that keys and values are made of, if fewer"),
-        ("layers", "attention calls per pass, for the total"),
-    ):
-        model.add_argument(f"--{name}", type=_count, metavar="N", help=what)
-    model.add_argument(
-        "--causal",
-        action=argparse.BooleanOptionalAction,
-        help="a token sees those before it (the default), or all",
-    )
-    call = parser.add_argument_group("call")
-    call.add_argument("--seq", type=_count, metavar="N", help="tokens; 128k is 131072")
-    call.add_argument("--kv-seq", type=_count, metavar="N", help="keys, if different")
-    call.add_argument("--batch", type=_count, default=1, metavar="N")
-    call.add_argument("--dtype", choices=list(BYTES_PER_ELEMENT), default="bfloat16")
-    call.add_argument(
-        "--direction", choices=[d.value for d in Direction], default="both"
-    )
-    call.add_argument(
-        "--relayout",
-        action="store_true",
-        help="a balanced layout has to be made for this call, and undone",
-    )
-    machine = parser.add_argument_group("machine")
-    machine.add_argument(
-        "--cp",
-        "--gpus",
-        type=_ranks,
-        metavar="RANKS",
-        help="that share the sequence: 8, or 2,4,8, or 1..1024 for powers of two",
-    )
-    machine.add_argument(
-        "--hardware", default="h100", metavar="NAME", help="or the path of a .json file"
-    )
-    machine.add_argument(
-        "--ranks-per-node", type=_count, metavar="N", help="if not as the profile says"
-    )
-    machine.add_argument(
-        "--layout", choices=["auto", *(x.value for x in Layout)], default="auto"
-    )
-    machine.add_argument(
-        "--memory-budget",
-        type=bytes_of_text,
-        metavar="BYTES",
-        help="extra memory per rank that a strategy may take, such as 8GiB",
-    )
-    machine.add_argument(
-        "--override",
-        type=_override,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another number for a field of the profile; may be repeated",
-    )
-    fitting = parser.add_argument_group("the longest sequence that fits")
-    fitting.add_argument(
-        "--fit", action="store_true", help="find it, for a decoder with a gated MLP"
-    )
-    fitting.add_argument(
-        "--memory", type=bytes_of_text, metavar="BYTES", help="of one rank, such as 80G"
-    )
-    fitting.add_argument(
-        "--fsdp", action="store_true", help="parameters are sharded over the ranks"
-    )
-    fitting.add_argument(
-        "--checkpoint", action="store_true", help="layers are computed again"
-    )
-    fitting.add_argument(
-        "--tile",
-        action="store_true",
-        help="MLPs run in tiles, as the loss does in any case",
-    )
-    fitting.add_argument(
-        "--offload",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        metavar="PARTS",
-        help=f"that are in the memory of the host: {','.join(OFFLOADABLE)}",
-    )
-    for name, what in (
-        ("hidden", "width of the model"),
-        ("feed-forward", "width of the MLP"),
-        ("vocabulary", "words"),
-    ):
-        fitting.add_argument(f"--{name}", type=_count, metavar="N", help=what)
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--candidates",
-        action="store_true",
-        help="every candidate of every number of ranks; printed anyway for one",
-    )
-    output.add_argument("--json", action="store_true", help="what cp.plan returns")
-    output.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw the plans, too: a .svg, .png or .pdf (needs pip install "
-        '"cpcompile[plot]")',
-    )
+    for title, rows in _GROUPS.items():
+        add_rows(parser.add_argument_group(title), rows)
+    parser.set_defaults(**_DEFAULTS)
 
 
 def _count(text: str) -> int:
@@ -172,3 +88,78 @@ def _ranks(text: str) -> tuple[int, ...]:
             ranks.append(low)
             low *= 2
     return tuple(dict.fromkeys(ranks))
+
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "N": {"type": _count},
+    "BYTES": {"type": bytes_of_text},
+    "RANKS": {"type": _ranks},
+    "NAME=VALUE": {"type": _override, "action": "append"},
+    "PARTS": {"type": lambda text: tuple(text.split(","))},
+    "int": {"type": int},
+    "str": {},
+    "switch": {"action": argparse.BooleanOptionalAction},
+    "dtype": {"choices": list(BYTES_PER_ELEMENT)},
+    "direction": {"choices": [x.value for x in Direction]},
+    "layout": {"choices": ["auto", *(x.value for x in Layout)]},
+}
+_DEFAULTS: dict[str, Any] = {
+    "batch": 1,
+    "dtype": "bfloat16",
+    "direction": "both",
+    "hardware": "h100",
+    "layout": "auto",
+    "override": [],
+    "offload": (),
+}
+_GROUPS: dict[str, dict[str, str | None]] = {
+    "model, by name or by sizes": {
+        "--model NAME": "such as llama3-8b",
+        "--heads N": "query heads",
+        "--kv-heads N": "key/value heads; as many as query heads if not given",
+        "--head-dim N": "dims of a query and key head",
+        "--value-dim N": "dims of a value head, if different",
+        "--latent-dim N": "numbers per token that keys and values are made of, if "
+        "fewer",
+        "--layers N": "attention calls per pass, for the total",
+        "--causal switch": "a token sees those before it (the default), or all",
+    },
+    "call": {
+        "--seq N": "tokens; 128k is 131072",
+        "--kv-seq N": "keys, if different",
+        "--batch N": None,
+        "--dtype dtype": None,
+        "--direction direction": None,
+        "--relayout": "a balanced layout has to be made for this call, and undone",
+    },
+    "machine": {
+        "--cp --gpus RANKS": "that share the sequence: 8, or 2,4,8, or 1..1024 for "
+        "powers of two",
+        "--hardware NAME": "or the path of a .json file",
+        "--ranks-per-node N": "if not as the profile says",
+        "--layout layout": None,
+        "--memory-budget BYTES": "extra memory per rank that a strategy may take, "
+        "such as 8GiB",
+        "--override NAME=VALUE": "another number for a field of the profile; may be "
+        "repeated",
+    },
+    "the longest sequence that fits": {
+        "--fit": "find it, for a decoder with a gated MLP",
+        "--memory BYTES": "of one rank, such as 80G",
+        "--fsdp": "parameters are sharded over the ranks",
+        "--checkpoint": "layers are computed again",
+        "--tile": "MLPs run in tiles, as the loss does in any case",
+        "--offload PARTS": "that are in the memory of the host: "
+        f"{','.join(OFFLOADABLE)}",
+        "--hidden N": "width of the model",
+        "--feed-forward N": "width of the MLP",
+        "--vocabulary N": "words",
+    },
+    "output": {
+        "--candidates": "every candidate of every number of ranks; printed anyway "
+        "for one",
+        "--json": "what cp.plan returns",
+        "--plot FILE": "draw the plans, too: a .svg, .png or .pdf (needs pip install "
+        '"cpcompile[plot]")',
+    },
+}

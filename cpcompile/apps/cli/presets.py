@@ -11,21 +11,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class DenseModel:
-    """Sizes of a dense model: width, width of the gated MLP, vocabulary.
-
-    tied: whether the head is the embedding. normed: whether q and k have norms of
-        their own.
-    """
-
-    hidden: int
-    feed_forward: int
-    vocabulary: int
-    tied: bool = False
-    normed: bool = False
-
-
-@dataclass(frozen=True)
 class DeltaRules:
     """Layers of gated delta rules: the heads of each call, and their dims.
 
@@ -47,48 +32,50 @@ class Preset:
     windowed_layers, window: number of further layers, which see only a sliding window
         of `window` tokens; they are not planned.
     delta_rules: its layers that are no softmax attention.
-    dense: its other sizes, where `--fit` knows how its memory is used.
+    hidden, feed_forward, vocabulary: widths of the model and of the gated MLP, and
+        words, where `--fit` knows how memory is used. tied: whether the head is the
+        embedding. normed: whether q and k have norms of their own.
     """
 
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
+    hidden: int = 0
+    feed_forward: int = 0
+    vocabulary: int = 0
     causal: bool = True
     value_dim: int | None = None
     latent_dim: int | None = None
     windowed_layers: int = 0
     window: int = 0
-    dense: DenseModel | None = None
     delta_rules: DeltaRules | None = None
+    tied: bool = False
+    normed: bool = False
 
 
 PRESETS: dict[str, Preset] = {
     # meta-llama/Llama-2-7b, -13b, -70b
-    "llama2-7b": Preset(32, 32, 32, 128, dense=DenseModel(4096, 11008, 32000)),
-    "llama2-13b": Preset(40, 40, 40, 128, dense=DenseModel(5120, 13824, 32000)),
-    "llama2-70b": Preset(80, 64, 8, 128, dense=DenseModel(8192, 28672, 32000)),
+    "llama2-7b": Preset(32, 32, 32, 128, 4096, 11008, 32000),
+    "llama2-13b": Preset(40, 40, 40, 128, 5120, 13824, 32000),
+    "llama2-70b": Preset(80, 64, 8, 128, 8192, 28672, 32000),
     # meta-llama/Meta-Llama-3-8B, -70B, Llama-3.1-405B (arXiv 2407.21783, table 3)
-    "llama3-8b": Preset(32, 32, 8, 128, dense=DenseModel(4096, 14336, 128256)),
-    "llama3-70b": Preset(80, 64, 8, 128, dense=DenseModel(8192, 28672, 128256)),
-    "llama3-405b": Preset(126, 128, 8, 128, dense=DenseModel(16384, 53248, 128256)),
+    "llama3-8b": Preset(32, 32, 8, 128, 4096, 14336, 128256),
+    "llama3-70b": Preset(80, 64, 8, 128, 8192, 28672, 128256),
+    "llama3-405b": Preset(126, 128, 8, 128, 16384, 53248, 128256),
     # meta-llama/Llama-3.2-1B, -3B
-    "llama3.2-1b": Preset(16, 32, 8, 64, dense=DenseModel(2048, 8192, 128256, True)),
-    "llama3.2-3b": Preset(28, 24, 8, 128, dense=DenseModel(3072, 8192, 128256, True)),
+    "llama3.2-1b": Preset(16, 32, 8, 64, 2048, 8192, 128256, tied=True),
+    "llama3.2-3b": Preset(28, 24, 8, 128, 3072, 8192, 128256, tied=True),
     # mistralai/Mistral-7B-v0.3 (v0.1 had a window of 4096), Mixtral-8x7B-v0.1
-    "mistral-7b": Preset(32, 32, 8, 128, dense=DenseModel(4096, 14336, 32768)),
+    "mistral-7b": Preset(32, 32, 8, 128, 4096, 14336, 32768),
     "mixtral-8x7b": Preset(32, 32, 8, 128),
     # Qwen/Qwen2.5-7B, -32B, -72B
-    "qwen2.5-7b": Preset(28, 28, 4, 128, dense=DenseModel(3584, 18944, 152064)),
-    "qwen2.5-32b": Preset(64, 40, 8, 128, dense=DenseModel(5120, 27648, 152064)),
-    "qwen2.5-72b": Preset(80, 64, 8, 128, dense=DenseModel(8192, 29568, 152064)),
+    "qwen2.5-7b": Preset(28, 28, 4, 128, 3584, 18944, 152064),
+    "qwen2.5-32b": Preset(64, 40, 8, 128, 5120, 27648, 152064),
+    "qwen2.5-72b": Preset(80, 64, 8, 128, 8192, 29568, 152064),
     # Qwen/Qwen3-8B, -32B, -30B-A3B, -235B-A22B
-    "qwen3-8b": Preset(
-        36, 32, 8, 128, dense=DenseModel(4096, 12288, 151936, normed=True)
-    ),
-    "qwen3-32b": Preset(
-        64, 64, 8, 128, dense=DenseModel(5120, 25600, 151936, normed=True)
-    ),
+    "qwen3-8b": Preset(36, 32, 8, 128, 4096, 12288, 151936, normed=True),
+    "qwen3-32b": Preset(64, 64, 8, 128, 5120, 25600, 151936, normed=True),
     "qwen3-30b-a3b": Preset(48, 32, 4, 128),
     "qwen3-235b-a22b": Preset(94, 64, 4, 128),
     # Qwen/Qwen3-Next-80B-A3B, and the default sizes of qwen3_5 in transformers: three
@@ -109,9 +96,9 @@ PRESETS: dict[str, Preset] = {
     # (arXiv 2412.19437, 4.2)
     "deepseek-v3": Preset(61, 128, 128, 192, value_dim=128, latent_dim=576),
     # microsoft/Phi-3-mini-128k-instruct, Phi-3-medium-128k-instruct, phi-4
-    "phi3-mini": Preset(32, 32, 32, 96, dense=DenseModel(3072, 8192, 32064)),
-    "phi3-medium": Preset(40, 40, 10, 128, dense=DenseModel(5120, 17920, 32064)),
-    "phi4": Preset(40, 40, 10, 128, dense=DenseModel(5120, 17920, 100352)),
+    "phi3-mini": Preset(32, 32, 32, 96, 3072, 8192, 32064),
+    "phi3-medium": Preset(40, 40, 10, 128, 5120, 17920, 32064),
+    "phi4": Preset(40, 40, 10, 128, 5120, 17920, 100352),
     # openai-community/gpt2, gpt2-xl
     "gpt2": Preset(12, 12, 12, 64),
     "gpt2-xl": Preset(48, 25, 25, 64),

@@ -3,67 +3,53 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from cpcompile.apps.cli.plan_arguments import bytes_of_text
+from cpcompile.apps.cli.plan_arguments import add_rows
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `verify` to a parser."""
-    _add_shared(parser)
-    parser.add_argument("--steps", type=int, default=2, help="steps of descent (2)")
-    parser.add_argument("--json", metavar="PATH", help="write the report there as JSON")
-
-
-def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `trace` to a parser."""
-    _add_shared(parser)
-    parser.add_argument(
-        "--out", default="trace.json", help="where the trace goes (trace.json)"
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw the plans of the calls there, as .svg"
-    )
-
-
-def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `check` to a parser."""
-    _add_function(parser)
-    parser.add_argument(
-        "--ranks", "--world", type=int, default=4, help="that would share it (4)"
-    )
-    parser.add_argument(
-        "--forward", action="store_true", help="the forward alone, without gradients"
-    )
-    _add_options(parser, "strategy", "layout")
-    parser.add_argument(
-        "--memory",
-        type=bytes_of_text,
-        metavar="BYTES",
-        help="of one rank, such as 80G: how long a sequence fits",
-    )
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME",
-        help="whose profile chooses strategies, such as h100; else this machine's",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_shared(parser: argparse.ArgumentParser) -> None:
-    _add_function(parser)
-    parser.add_argument("--world", type=int, default=4, help="ranks to start (4)")
-    _add_options(parser, "inner", "strategy", "layout")
+_FUNCTION = {
+    "function MODULE:FUNCTION": "returns a model and the inputs of one call: a tensor, "
+    "a tuple, or a dict of keyword arguments"
+}
+_STRATEGY, _LAYOUT, _INNER = (
+    {f"--{name} str": f"the option {name!r} of the backend"}
+    for name in ("strategy", "layout", "inner")
+)
+_WORLD = {"--world int": "ranks to start (4)"}
+_SHARED = _FUNCTION | _WORLD | _INNER | _STRATEGY | _LAYOUT
+_ROWS = {
+    "check": _FUNCTION
+    | {
+        "--ranks --world int": "that would share it (4)",
+        "--forward": "the forward alone, without gradients",
+    }
+    | _STRATEGY
+    | _LAYOUT
+    | {
+        "--memory BYTES": "of one rank, such as 80G: how long a sequence fits",
+        "--hardware NAME": "whose profile chooses strategies, such as h100; else this "
+        "machine's",
+        "--json": "print JSON",
+    },
+    "verify": _SHARED
+    | {
+        "--steps int": "steps of descent (2)",
+        "--json PATH": "write the report there as JSON",
+    },
+    "trace": _SHARED
+    | {
+        "--out str": "where the trace goes (trace.json)",
+        "--plot FILE": "draw the plans of the calls there, as .svg",
+    },
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "check": {"ranks": 4},
+    "verify": {"world": 4, "steps": 2},
+    "trace": {"world": 4, "out": "trace.json"},
+}
 
 
-def _add_options(parser: argparse.ArgumentParser, *names: str) -> None:
-    for name in names:
-        parser.add_argument(f"--{name}", help=f"the option {name!r} of the backend")
-
-
-def _add_function(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "function",
-        metavar="MODULE:FUNCTION",
-        help="returns a model and the inputs of one call: a tensor, a tuple, or a dict "
-        "of keyword arguments",
-    )
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the arguments of one of these commands to its parser."""
+    add_rows(parser, _ROWS[command])
+    parser.set_defaults(**_DEFAULTS[command])

@@ -18,26 +18,9 @@ PROFILES = Path(__file__).parent / "profiles"
 # What people call it -> the file's name, where leaving out "_sxm" is not enough.
 _ALIASES = {"4090": "rtx_4090", "4090d": "rtx_4090d"}
 _NOT_NUMBERS = frozenset({"name", "sources", "about"})
-_MAY_BE_ZERO = frozenset(
-    {
-        "softmax_head_dims",
-        "forward_row_overhead_keys",
-        "backward_row_overhead_keys",
-        "tile_tokens",
-        "parallel_tiles",
-        "kernel_launch_seconds",
-        "step_issue_seconds",
-        "merge_bytes_per_element",
-        "backward_merge_bytes_per_element",
-        "merge_latency_seconds",
-        "overlap_fraction",
-        "link_latency_seconds",
-        "collective_latency_seconds",
-        "collective_latency_per_rank_seconds",
-        "ranks_per_bridge",
-        "bridge_bytes_per_second",
-        "inter_node_latency_seconds",
-    }
+# Numbers that may not be 0: rates but that of a bridge, speeds, and what there is.
+_POSITIVE = re.compile(
+    r"(?!bridge).*_per_second|speed_of_.*|alone_speedup|memory_bytes|.*_per_node"
 )
 
 
@@ -251,7 +234,7 @@ def _check_number(where: str, key: str, value: object) -> None:
         raise ValueError(f"{where} is too large for a float") from error
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"{where} is {value}; it must be finite and not negative")
-    if value == 0 and key not in _MAY_BE_ZERO:
+    if value == 0 and _POSITIVE.fullmatch(key):
         raise ValueError(f"{where} is 0; it must be positive")
     if key == "overlap_fraction" and value > 1:
         raise ValueError(f"{where} is {value}; it must be from 0 to 1")

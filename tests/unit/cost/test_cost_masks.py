@@ -64,7 +64,7 @@ def test_a_tensor_is_gathered_for_ulysses() -> None:
     assert some.peak_extra_bytes >= none.peak_extra_bytes + size
     assert none.seconds and some.seconds and some.seconds > none.seconds
     backward = ulysses_cost(False, Layout.CONTIGUOUS, True)
-    sizes = {"ranks": RANKS, "bias_bytes": size}
+    sizes = {"ranks": RANKS, "bias_bytes": size, "degrees": CPDegrees(RANKS, 1)}
     assert at(backward.peak_extra_bytes, **sizes) > size
     assert at(backward.wire_bytes, **sizes) < size
 

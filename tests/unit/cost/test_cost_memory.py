@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpcompile.cost import all_gather, ring, ulysses
-from cpcompile.cost.model import grouped_ulysses_cost, hybrid_cost, ulysses_cost
+from cpcompile.cost.model import (
+    all_gather_cost,
+    grouped_ulysses_cost,
+    hybrid_cost,
+    ring_cost,
+    ulysses_cost,
+)
 from cpcompile.cost.plans import Direction
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
@@ -20,16 +25,18 @@ EVEN = {"kv_heads": 4}  # one for every rank
 
 
 def test_memory_of_the_ring_and_the_all_gather() -> None:
-    forward, backward = (ring.ring_peak_extra_bytes(x) for x in (False, True))
+    (forward, backward), gathered = (
+        [cost(True, CONTIGUOUS, x).peak_extra_bytes for x in (False, True)]
+        for cost in (ring_cost, all_gather_cost)
+    )
     # k and v sent and received, the sum, and the step's own output.
     assert at(forward) == 2 * KV * 2 + 2 * OUT * 4
     assert at(forward, bytes_per_element=4) == 2 * KV * 4 + OUT * 4
     # Beside them dk and dv, travelling and new; then the results, and the sum of dq.
     assert at(backward) == 2 * KV * 2 + 2 * KV * 4 + KV * 2 + Q * (2 + 4)
     assert at(forward, ranks=1, bytes_per_element=4) == 0
-    gathered = all_gather.all_gather_peak_extra_bytes
-    assert at(gathered(False)) == 2 * 4 * KV * 2  # gathered and joined
-    assert at(gathered(True)) == 4 * KV * (2 + 3 * 4) + Q * 4
+    assert at(gathered[0]) == 2 * 4 * KV * 2  # gathered and joined
+    assert at(gathered[1]) == 4 * KV * (2 + 3 * 4) + Q * 4
 
 
 def test_memory_of_ulysses() -> None:
@@ -88,14 +95,12 @@ def test_memory_of_groups_that_read_the_same_keys() -> None:
 
 
 def test_memory_of_a_hybrid_is_that_of_its_ring_beside_what_was_exchanged() -> None:
-    degrees = CPDegrees(2, 2)
+    degrees, qkv = CPDegrees(2, 2), Q + KV  # half the heads of twice the tokens
+    largest = 2 * max(3 * qkv, qkv + 3 * OUT), 2 * max(qkv + 4 * OUT, 4 * qkv)
+    exchanged = 2 * (qkv + OUT), 2 * (qkv + 2 * OUT)
     for backward in (False, True):
-        exchanged = at(ulysses.exchange_held_bytes(backward), degrees=degrees)
-        inside = at(ring.ring_peak_extra_bytes(backward), degrees=degrees)
-        largest = at(ulysses.exchange_peak_extra_bytes(backward), degrees=degrees)
-        found = hybrid_cost(True, CONTIGUOUS, backward).peak_extra_bytes
-        assert at(found, degrees=degrees) == max(largest, exchanged + inside)
-    held = at(ulysses.exchange_held_bytes(False), degrees=degrees)
-    assert held == 2 * (
-        Q + OUT + KV
-    )  # each rank has half the heads of twice the tokens
+        inside, found = (
+            at(cost(True, CONTIGUOUS, backward).peak_extra_bytes, degrees=degrees)
+            for cost in (ring_cost, hybrid_cost)
+        )
+        assert found == max(largest[backward], exchanged[backward] + inside)

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from cpcompile.cost import ring
+from cpcompile.cost import model
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.model import (
+    COPY_SECONDS,
     PassCost,
     all_gather_cost,
     hybrid_cost,
     relayout_cost,
     ring_cost,
+    steps_seconds,
     ulysses_cost,
 )
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
@@ -109,9 +111,9 @@ def test_a_ring_hides_its_transfers_from_the_published_chunk_on(
         causal_backward_flops_per_second=IDEAL.backward_flops_per_second,
     )
     tokens = factor * step_tokens(profile, 8, kv_heads, backward)
-    exposed = ring.ring_exposed_seconds(causal, layout, backward)
+    exposed = ring_cost(causal, layout, backward).exposed
     if backward:
-        exposed -= hop + SUM_BYTES * ring.KV / W  # the last hop of dK and dV
+        exposed -= hop + SUM_BYTES * model.KV / W  # the last hop of dK and dV
     found = [
         at(
             exposed,
@@ -131,12 +133,10 @@ def ring_by_simulation(
     causal: bool, layout: Layout, backward: bool, **sizes: Any
 ) -> float:
     """The ring step by step, as the operator runs it: no closed form."""
-    first, later = (
-        at(x, **sizes) for x in ring.steps_seconds(causal, layout, backward)
-    )
+    first, later = (at(x, **sizes) for x in steps_seconds(causal, layout, backward))
     latency, ranks = at(hop, **sizes), sizes["ranks"]
     kv_seconds, gradient_seconds = (
-        at(x * ring.KV / W, **sizes) for x in (e, SUM_BYTES)
+        at(x * model.KV / W, **sizes) for x in (e, SUM_BYTES)
     )
     lost = 1 - H100.overlap_fraction
     seconds = 0.0
@@ -163,7 +163,7 @@ def test_closed_form_of_the_ring_equals_its_steps(
     ranks: int, length: int, layout: Layout, backward: bool
 ) -> None:
     sizes = {"length": length, "ranks": ranks}
-    made_contiguous = at(ring.copy_seconds(), **sizes) if ranks > 1 else 0.0
+    made_contiguous = at(COPY_SECONDS, **sizes) if ranks > 1 else 0.0
     found = at(ring_cost(True, layout, backward).seconds, **sizes)
     expected = ring_by_simulation(True, layout, backward, **sizes)
     assert found == pytest.approx(expected + made_contiguous, rel=1e-9)

@@ -16,9 +16,7 @@ FORMULAS = [
     expression
     for strategy in SEQUENCE_STRATEGIES
     for backward in (False, True)
-    for expression in STRATEGIES[strategy]
-    .cost(True, Layout.CONTIGUOUS, backward)
-    .expressions()
+    for expression in STRATEGIES[strategy].cost(True, Layout.CONTIGUOUS, backward)
 ]
 
 

@@ -10,7 +10,6 @@ import pytest
 from cpcompile.apps.calibration.fit import (
     KernelSample,
     MessageSample,
-    OverlapSample,
     Samples,
     TimedExchange,
     fit,
@@ -100,7 +99,7 @@ def samples_with(messages: tuple[MessageSample, ...]) -> Samples:
         backward_merges=((1e3, -1e-6),) * 3,
         launch=3e-6,
         messages=messages,
-        overlaps=(OverlapSample(1.0, 1.0, 1.5),),
+        overlaps=((1.0, 1.0, 1.5),),
     )
 
 
@@ -190,9 +189,7 @@ def test_fit_line_leaves_out_times_that_are_not_positive() -> None:
 @pytest.mark.parametrize("fraction", [-0.5, 0.0, 0.4, 1.0, 1.1])
 def test_fit_overlap(fraction: float) -> None:
     samples = [
-        OverlapSample(t, c, t + c - fraction * min(t, c))
-        for t in (1e-3, 5e-3)
-        for c in (2e-3, 4e-3)
+        (t, c, t + c - fraction * min(t, c)) for t in (1e-3, 5e-3) for c in (2e-3, 4e-3)
     ]
     assert fit_overlap(samples) == pytest.approx(min(1.0, max(0.0, fraction)))
 
