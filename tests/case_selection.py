@@ -35,7 +35,14 @@ BUDGET_SECONDS = 2 * (5 * 60 - 30)
 COMPILING = ("tests/cpu/", "tests/models/", "tests/inductor/", "tests/kernels/")
 
 # What a case takes of which nothing is recorded: guesses.
-GUESSED_SECONDS = dict.fromkeys(COMPILING, 2.0) | {"tests/golden/": 0.5, "": 0.1}
+GUESSED_SECONDS = {
+    "tests/cpu/compiled/": 60.0,
+    "tests/inductor/": 20.0,
+    "tests/models/": 10.0,
+    **dict.fromkeys(COMPILING, 4.0),
+    "tests/golden/": 0.5,
+    "": 0.1,
+}
 
 # What changes with torch, or with tools: run when torch is not the recorded one.
 WITH_TORCH = ("tests/unit/torch_patches/", "tests/unit/tools/")
