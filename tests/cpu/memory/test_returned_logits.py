@@ -191,8 +191,9 @@ def under_ddp() -> list[str]:
         averaged = nn.parallel.DistributedDataParallel(
             model, process_group=mesh.get_group()
         )
-        options = {"mesh": mesh, "inner": "aot_eager"} | SHARDED
-        with config.patch(tile_least_megabytes=1e-3), recording() as reports:
+        options, settings = split({"mesh": mesh, "inner": "aot_eager"} | SHARDED)
+        least = config.patch(tile_least_megabytes=1e-3)
+        with settings, least, recording() as reports:
             compiled = torch.compile(averaged, backend="cp", options=options)
             got = step(compiled, model, ids, "both")
     finally:

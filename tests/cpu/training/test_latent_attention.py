@@ -72,7 +72,7 @@ def test_it_equals_one_process(module, world, batch, tokens, layout, how):
     comparison = compare(make, (batch, tokens, WIDTH), world, door, **options)
     comparison.check()
     # Of layouts that another test of these processes has used.
-    others = [x for x in comparison.warnings if "taken as tokens in order" not in x]
+    others = [x for x in comparison.warnings if "takes tokens in order" not in x]
     assert others == []
 
 

@@ -51,7 +51,7 @@ def test_it_equals_one_process(name, world, batch, tokens, how):
     comparison = compare(again, (batch, tokens, WIDTH), world, door, **options)
     comparison.check()
     # Of layouts that another test of these processes has used.
-    others = [x for x in comparison.warnings if "taken as tokens in order" not in x]
+    others = [x for x in comparison.warnings if "takes tokens in order" not in x]
     assert others == []
 
 

@@ -96,38 +96,34 @@ def test_the_backward_of_the_ring_of_a_hybrid(monkeypatch):
     _, backward = traced(3, 4, strategy="hybrid", inner="ring")
     assert expand(backward, 3, 4, kernel="triton", inner="ring") == 1
     calls = lines_with(text(backward), "= cp.").replace("split_with_sizes", "part")
+    calls = calls.replace("step_backward", "back").replace(
+        "cp.attention_back", "cp.back"
+    )
     for alike in (" spec='scale=0.5',", " kernel='triton',"):
-        assert calls.count(alike) == calls.count("= cp.attention_step") == 8
+        assert calls.count(alike) == calls.count("= cp.back") == 8
         calls = calls.replace(alike, "")
     assert_golden(
-        lines_with(calls, "= cp.ring_shift", "= cp.attention_step"),
+        lines_with(calls.replace(" group=RING,", ""), "= cp.ring_shift", "= cp.back"),
         """\
-shift = cp.ring_shift([k, v], group=RING, where='keys and values, step 0')
-step_backward = cp.attention_step_backward(part[0], part_1[0], k, v, part_2[0],
-    part_3[0], parts='dkdv', keys=[0, 4], upper=[1, 1], final=False, after=shift[0])
-step_backward_1 = cp.attention_step_backward(part[1], part_1[1], k, v, part_2[1],
-    part_3[1], [step_backward[0], step_backward[1]], parts='dkdv', upper=[5, 5],
-    final=False, after=shift[0])
-shift_1 = cp.ring_shift([step_backward_1[0], step_backward_1[1]], group=RING,
-    where='dk and dv, step 0')
-step_backward_2 = cp.attention_step_backward(part[0], part_1[0], k, v, part_2[0],
-    part_3[0], parts='dq', keys=[0, 4], upper=[1, 1], final=False, after=shift_1[0])
-step_backward_3 = cp.attention_step_backward(part[1], part_1[1], k, v, part_2[1],
-    part_3[1], parts='dq', upper=[5, 5], final=False, after=step_backward_2[0])
-step_backward_4 = cp.attention_step_backward(part[0], part_1[0], wait, wait_1,
-    part_2[0], part_3[0], [wait_2, wait_3], parts='dkdv', keys=[0, 4], final=False,
-    after=shift_1[0])
-step_backward_5 = cp.attention_step_backward(part[1], part_1[1], wait, wait_1,
-    part_2[1], part_3[1], [step_backward_4[0], step_backward_4[1]], parts='dkdv',
-    final=False, after=shift_1[0])
-shift_2 = cp.ring_shift([step_backward_5[0], step_backward_5[1]], group=RING,
-    where='dk and dv, step 1')
-step_backward_6 = cp.attention_step_backward(part[0], part_1[0], wait, wait_1,
-    part_2[0], part_3[0], [step_backward_2[0]], parts='dq', keys=[0, 4], final=True,
-    after=shift_2[0])
-step_backward_7 = cp.attention_step_backward(part[1], part_1[1], wait, wait_1,
-    part_2[1], part_3[1], [step_backward_3[0]], parts='dq', final=True,
-    after=step_backward_6[0])""",
+shift = cp.ring_shift([k, v], where='keys and values, step 0')
+back = cp.back(part[0], part_1[0], k, v, part_2[0], part_3[0], parts='dkdv',
+    keys=[0, 4], upper=[1, 1], final=False, after=shift[0])
+back_1 = cp.back(part[1], part_1[1], k, v, part_2[1], part_3[1], [back[0], back[1]],
+    parts='dkdv', upper=[5, 5], final=False, after=shift[0])
+shift_1 = cp.ring_shift([back_1[0], back_1[1]], where='dk and dv, step 0')
+back_2 = cp.back(part[0], part_1[0], k, v, part_2[0], part_3[0], parts='dq',
+    keys=[0, 4], upper=[1, 1], final=False, after=shift_1[0])
+back_3 = cp.back(part[1], part_1[1], k, v, part_2[1], part_3[1], parts='dq',
+    upper=[5, 5], final=False, after=back_2[0])
+back_4 = cp.back(part[0], part_1[0], wait, wait_1, part_2[0], part_3[0],
+    [wait_2, wait_3], parts='dkdv', keys=[0, 4], final=False, after=shift_1[0])
+back_5 = cp.back(part[1], part_1[1], wait, wait_1, part_2[1], part_3[1], [back_4[0],
+    back_4[1]], parts='dkdv', final=False, after=shift_1[0])
+shift_2 = cp.ring_shift([back_5[0], back_5[1]], where='dk and dv, step 1')
+back_6 = cp.back(part[0], part_1[0], wait, wait_1, part_2[0], part_3[0], [back_2[0]],
+    parts='dq', keys=[0, 4], final=True, after=shift_2[0])
+back_7 = cp.back(part[1], part_1[1], wait, wait_1, part_2[1], part_3[1], [back_3[0]],
+    parts='dq', final=True, after=back_6[0])""",
     )
 
 
