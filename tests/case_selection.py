@@ -37,6 +37,7 @@ COMPILING = ("tests/cpu/", "tests/models/", "tests/inductor/", "tests/kernels/")
 # What a case takes of which nothing is recorded: guesses.
 GUESSED_SECONDS = {
     "tests/cpu/compiled/": 60.0,
+    "tests/cpu/composition/test_howto.py": 100.0,
     "tests/inductor/": 20.0,
     "tests/models/": 10.0,
     **dict.fromkeys(COMPILING, 4.0),
