@@ -34,8 +34,7 @@ BUDGET_SECONDS = 2 * (5 * 60 - 30)
 # Start processes or compilers.
 COMPILING = ("tests/cpu/", "tests/models/", "tests/inductor/", "tests/kernels/")
 
-# What a case takes of which nothing is recorded: guesses.
-GUESSED_SECONDS = {
+GUESSED_SECONDS = {  # what a case takes of which nothing is recorded
     "tests/cpu/compiled/": 60.0,
     "tests/cpu/composition/test_howto.py": 100.0,
     "tests/inductor/": 20.0,

@@ -4,6 +4,7 @@ With 31 tokens on 2 ranks the partitioner saves other values on each of them, an
 rank the maxima of the forward could be made again from what is saved.
 """
 
+from contextlib import closing
 from unittest import mock
 
 import pytest
@@ -106,15 +107,9 @@ def compare_maxima(inner, unroll):
 
 
 def test_another_order_on_one_rank_is_an_error():
-    """Without both fixes it is one here; a hang of the backward else.
-
-    In processes of its own: what ran before in others decides, too, what is saved.
-    """
-    pool = Pool(2)
-    try:
+    """Without both fixes it is one here; a hang of the backward else."""
+    with closing(Pool(2)) as pool:  # what ran before in others decides what is saved
         texts = pool.run(text_without_the_fixes, timeout=170)
-    finally:
-        pool.close()
     assert all(text == texts[0] for text in texts)
     assert "exchanges of the backward: rank 0 has ring_attention_backward" in texts[0]
     assert "rank 1 has all_reduce (max)" in texts[0]
