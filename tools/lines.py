@@ -112,7 +112,7 @@ CONCERNS = {
         cpcompile/apps/verification cpcompile/apps/cli/cli_verify.py
         cpcompile/apps/cli/verify_arguments.py""",
     "pictures": "cpcompile/reporting/drawing",
-    "trace": "cpcompile/reporting/tracing",
+    "trace": "cpcompile/reporting/step_trace",
     "command line": "cpcompile/apps cpcompile/__main__.py",
     "messages, settings": """
         cpcompile/__init__.py cpcompile/config.py cpcompile/settings.py

@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from cpcompile.accounting.calls import bound
+from cpcompile.accounting.counted_calls import bound
 from cpcompile.geometry.mask_cache import seen_fraction
 from cpcompile.geometry.tensor_sizes import elements_of, shape_of
 from cpcompile.ops.attention_spec import AttentionSpec

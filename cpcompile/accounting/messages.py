@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.accounting.calls import arguments_of
+from cpcompile.accounting.counted_calls import arguments_of
 from cpcompile.accounting.graph_account import Kind
 from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Chunks, Layout

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.accounting.calls import calls_of, line_of
+from cpcompile.accounting.counted_calls import calls_of, line_of
 from cpcompile.accounting.graph_account import (
     Exchange,
     GraphAccount,

@@ -19,7 +19,7 @@ from typing import Any
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
-from cpcompile.accounting.calls import calls_of, line_of
+from cpcompile.accounting.counted_calls import calls_of, line_of
 from cpcompile.accounting.flops import (
     counted_targets,
     flops_of,

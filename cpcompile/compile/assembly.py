@@ -35,7 +35,7 @@ from cpcompile.passes.model.masks.constant_buffers import freeze_buffers
 from cpcompile.progress import phase
 from cpcompile.reporting.graph_report import GraphReport, record
 from cpcompile.reporting.lost_parallelism import warn_about_losses
-from cpcompile.reporting.tracing import step_recorder
+from cpcompile.reporting.step_trace import step_recorder
 from cpcompile.settings import setting
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from cpcompile.accounting.calls import line_of
+from cpcompile.accounting.counted_calls import line_of
 from cpcompile.accounting.graph_account import Line
 from cpcompile.accounting.read import Inputs
 from cpcompile.cost.plans import Strategy

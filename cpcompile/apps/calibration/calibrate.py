@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from cpcompile.apps.calibration.fit import Samples, TimedExchange, fit_profile
+from cpcompile.apps.calibration.fit_profile import Samples, TimedExchange, fit_profile
 from cpcompile.apps.calibration.measure import Effort, measure, ranks_per_node
 from cpcompile.apps.calibration.stopwatch import Stopwatch
 from cpcompile.cost.hardware.profile import (

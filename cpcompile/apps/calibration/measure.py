@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cpcompile.apps.calibration.fit import (
+from cpcompile.apps.calibration.fit_profile import (
     KernelSample,
     MessageSample,
     Overlap,

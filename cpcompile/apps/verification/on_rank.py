@@ -21,7 +21,7 @@ from cpcompile.apps.verification.steps import (
     results_of,
 )
 from cpcompile.reporting.graph_report import GraphReport, recording
-from cpcompile.reporting.tracing import WARM_UP_STEPS, own_times, trace_text
+from cpcompile.reporting.step_trace import WARM_UP_STEPS, own_times, trace_text
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from cpcompile.apps.verification.ranks import Ranks, told
 from cpcompile.apps.verification.steps import ComparedProgram
 from cpcompile.options import parse_options
 from cpcompile.reporting.explanation import Explanation
-from cpcompile.reporting.tracing import merged
+from cpcompile.reporting.step_trace import merged
 
 
 @dataclass(frozen=True)

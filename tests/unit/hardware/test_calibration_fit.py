@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cpcompile.apps.calibration.fit import (
+from cpcompile.apps.calibration.fit_profile import (
     KernelSample,
     MessageSample,
     Samples,

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from cpcompile.reporting.tracing import merged, own_times, trace_text
+from cpcompile.reporting.step_trace import merged, own_times, trace_text
 
 
 def recorded():
