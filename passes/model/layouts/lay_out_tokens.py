@@ -338,15 +338,12 @@ class _LaidOut:
             set_layout(node, self.layout)
         ctx.findings.plans[call] = _compared(ctx, call, laid_out, relaid)
 
-    def _relayout_price(self, value: Tensor) -> float:
-        """Return the seconds of a relayout of a value.
-
-        That of its gradient is included, if it has one.
-        """
-        local = value.to_local() if isinstance(value, DTensor) else value
-        per_rank = math.prod(expected_shape(local)) * local.element_size()
-        passes = 2 if self.ctx.backward and value.requires_grad else 1
-        return passes * relayout_seconds(self.ctx.profile, self.ctx.ranks, per_rank)
+    def _relayout_price(self, value: DTensor) -> float:
+        """Return the seconds of a relayout of a value, on the first rank."""
+        dim = self.tokens_of.dim(value)
+        assert dim is not None
+        tokens = -(-expected(value.shape[dim.dim]) // self.ctx.ranks)
+        return self._sent_price(value, dim.dim, tokens)
 
     def _reorder_price(self, value: Tensor) -> float:
         size = math.prod(expected_shape(value)) * value.element_size()
@@ -355,15 +352,16 @@ class _LaidOut:
     def _move_price(self, node: fx.Node, layout: Layout) -> float:
         """Return the seconds of a call that moves tokens, on the first rank."""
         value = pytree.tree_leaves(fake_value(node))[0]
-        local = value.to_local()
         _, _, dim, *_ = node.args
-        per_token = math.prod(expected_shape(local)) * local.element_size()
-        per_token /= max(expected(local.shape[dim]), 1)
         sent = tokens_sent(node, layout, self.ctx.ranks)
-        if not sent:
-            return 0.0
+        return self._sent_price(value, dim, sent) if sent else 0.0
+
+    def _sent_price(self, value: DTensor, dim: Any, tokens: int) -> float:
+        """Return the seconds to send tokens, the same on all ranks, and a gradient."""
+        sizes = list(expected_shape(value.to_local()))
+        sizes[dim] = tokens
+        size = math.prod(sizes) * value.element_size()
         passes = 2 if self.ctx.backward and value.requires_grad else 1
-        size = sent * per_token
         return passes * relayout_seconds(self.ctx.profile, self.ctx.ranks, size)
 
     def _attention(self, node: fx.Node) -> tuple[float | None, float | None]:

@@ -99,7 +99,7 @@ class Prices:
     move: of a call that moves tokens, in a layout. layout: the one of laid out tokens.
     """
 
-    relayout: Callable[[Tensor], float]
+    relayout: Callable[[DTensor], float]
     reorder: Callable[[Tensor], float]  # of a plain, full tensor
     attention: Callable[[fx.Node], tuple[float | None, float | None]]
     move: Callable[[fx.Node, Layout], float]

@@ -188,12 +188,10 @@ def under_ddp() -> list[str]:
         model.scale.requires_grad_(False)  # it is not used
         wanted = step(model, model, ids, "both")
         mesh = sequence_mesh(2)
-        averaged = nn.parallel.DistributedDataParallel(
-            model, process_group=mesh.get_group()
-        )
+        ddp = nn.parallel.DistributedDataParallel
+        averaged = ddp(model, process_group=mesh.get_group())
         options, settings = split({"mesh": mesh, "inner": "aot_eager"} | SHARDED)
-        least = config.patch(tile_least_megabytes=1e-3)
-        with settings, least, recording() as reports:
+        with settings, config.patch(tile_least_megabytes=1e-3), recording() as reports:
             compiled = torch.compile(averaged, backend="cp", options=options)
             got = step(compiled, model, ids, "both")
     finally:

@@ -39,8 +39,7 @@ def test_a_mesh_with_two_axes(placement):
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model = Base()
-    tokens = torch.randint(0, 50, (2, 16))
+    model, tokens = Base(), torch.randint(0, 50, (2, 16))
     values = reference(model, tokens)
     compiled = torch.compile(model, backend="cp", options={"inner": "aot_eager"})
     given = distribute_tensor(tokens, mesh, [placement, Shard(1)])
@@ -52,12 +51,10 @@ def test_gradients_may_stay_local():
     """grad_sync="none": the sum over ranks of what stays local is the gradient."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    mesh = sequence_mesh(2)
-    model = Breaks()
-    tokens = torch.randint(0, 50, (2, 16))
+    model, tokens = Breaks(), torch.randint(0, 50, (2, 16))
     values = reference(model, tokens)
-    options = {"mesh": mesh, "shard": {"tokens": 1}, "grad_sync": "none"}
-    options |= {"inner": "aot_eager"}
+    options = {"mesh": sequence_mesh(2), "shard": {"tokens": 1}}
+    options |= {"inner": "aot_eager", "grad_sync": "none"}
     compiled = torch.compile(model, backend="cp", options=options)
     got = step(compiled, model, tokens)
     for name, x in got.items():
@@ -71,9 +68,7 @@ def test_gradients_of_distributed_parameters_may_stay_partial():
     """grad_sync="none" with distributed parameters: their gradients are Partial."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    mesh = sequence_mesh(2)
-    model = Base()
-    tokens = torch.randint(0, 50, (2, 17))
+    mesh, model, tokens = sequence_mesh(2), Base(), torch.randint(0, 50, (2, 17))
     values = reference(model, tokens)
     model = distribute_module(model, mesh)
     options = {"inner": "aot_eager", "grad_sync": "none"}

@@ -4,8 +4,6 @@ import importlib
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpcompile.ops.step import row_mask, rows_under_mask
 from tests.support.attention_calls import (
@@ -15,6 +13,7 @@ from tests.support.attention_calls import (
     rest_of_local,
 )
 from tests.support.bounds import OPERAND_SCALE, assert_close
+from tests.support.largest_value import Largest
 from tests.support.score_programs import packed, text_of, waved, whole
 from tests.unit.ops.operands import make_operands
 
@@ -84,19 +83,6 @@ def test_of_few_queries(one_rank):
         ("out", "lse"), got, whole(q, k, v, SCALE, own), strict=True
     ):
         assert_close(name, x, wanted.detach())
-
-
-class Largest(TorchDispatchMode):
-    """Notes the most elements that any call gives."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return result
 
 
 def test_nothing_is_held_for_all_pairs(monkeypatch):

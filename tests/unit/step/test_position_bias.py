@@ -6,8 +6,6 @@ import importlib
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.mask_tiles import TokenSpan
@@ -21,6 +19,7 @@ from cpcompile.ops.step.position_bias import (
 from cpcompile.ops.step.row_changes import RowModifiers
 from cpcompile.ops.step.row_mask import filled_number
 from tests.support.attention_calls import attention, rest_of_local
+from tests.support.largest_value import Largest
 from tests.support.position_biases import of_pairs
 
 QUERIES, KEYS = 13, 17
@@ -96,19 +95,6 @@ def test_rows_of_low_numbers_are_as_those_of_pairs(monkeypatch, numbers, low, el
     for x, wanted in zip(got, expected, strict=True):
         assert torch.equal(x, wanted)
     assert (grad - summed).abs().max() <= summing_error(of_all)
-
-
-class Largest(TorchDispatchMode):
-    """Notes the most elements that any call gives."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return result
 
 
 @pytest.mark.parametrize("low", [0.0, -1e9])
