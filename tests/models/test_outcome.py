@@ -180,7 +180,7 @@ def test_settings_of_cases_differ_and_each_strategy_is_forced_on_mixers():
         assert case.attention or all(x.strategy == "auto" for x in found)
     both = Setting(strategy="ring", mixers="states").options()["strategy"]
     assert both == "ring, states"
-    assert Setting(strategy="ring").options()["strategy"] == "ring"
+    assert Setting(strategy="ring").options()["strategy"] == "ring, auto"
 
 
 def test_records_can_be_read_again():
