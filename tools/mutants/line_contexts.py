@@ -15,6 +15,7 @@ cache or a fixture of its module counts for the test that filled it.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import json
 import os
@@ -49,31 +50,36 @@ def measured() -> coverage.Coverage:
 
 def on_rank(test: str, request: tuple[Any, ...]) -> Any:
     """Run a request in one process of a test."""
-    from cpcompile.apps.verification import processes
-
     measured().switch_context(test)
     try:
-        return processes.call(*request)
+        return _processes().call(*request)
     finally:
         measured().switch_context("")
         measured().save()  # it may be killed
 
 
+def _processes() -> Any:
+    """Return the module that has the processes of tests; checkouts differ in it."""
+    workers = importlib.import_module("tests.cpu.workers")
+    if hasattr(workers, "serve"):
+        return workers
+    return importlib.import_module("cpcompile.apps.verification.processes")
+
+
 def _note_ranks() -> None:
     """Let all sets of processes run `on_rank`, with more time."""
-    from cpcompile.apps.verification.processes import Pool
+    pool: Any = _processes().Pool
+    ask, collect = pool._ask, pool._collect
 
-    ask, collect = Pool._ask, Pool._collect
-
-    def asked(self: Pool, fn: Any, args: tuple[Any, ...]) -> None:
+    def asked(self: Any, fn: Any, args: tuple[Any, ...]) -> None:
         path = inspect.getsourcefile(fn)
         request = (path, fn.__module__, fn.__name__, pickle.dumps(args))
         ask(self, on_rank, (_test, request))
 
-    def collected(self: Pool, timeout: float, *more: Any, **named: Any) -> Any:
+    def collected(self: Any, timeout: float, *more: Any, **named: Any) -> Any:
         return collect(self, SLOWER * timeout, *more, **named)
 
-    Pool._ask, Pool._collect = asked, collected
+    pool._ask, pool._collect = asked, collected
 
 
 @pytest.hookimpl(tryfirst=True)
