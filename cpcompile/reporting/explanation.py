@@ -142,12 +142,12 @@ def _rows(graph: GraphReport) -> tuple[list[tuple[str, ...]], list[str]]:
     notes = graph.edges()
     notes += [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
     notes += [f"[{number}] {text}" for text, number in reasons.items()]
-    made = [call for call in graph.calls if call.made_of]
+    made = [call for call in graph.calls if call.latent_source]
     if made:
         others = f"; so it is for {len(made)} calls" if len(made) > 1 else ""
         notes.append(
             f"k and v of {made[0].path}: every rank computes them from "
-            f"{made[0].made_of}{others}"
+            f"{made[0].latent_source}{others}"
         )
     notes += [str(x) for x in graph.mixers]
     notes += [f"{_BY_HAND[x.form]}: {x.path}: {x.reason}" for x in graph.by_hand]

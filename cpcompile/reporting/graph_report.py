@@ -39,7 +39,7 @@ class CallReport:
     kernel: value of the StepKernel; under max-autotune a faster one may replace it. The
         attention of Ulysses is aten's choice on a GPU, "aten_sdpa". The backward is
         named where it differs: what a score_mod captures has a gradient.
-    made_of: what every rank makes keys and values of, "l.0.down [2, 32, 24]".
+    latent_source: what every rank makes keys and values of, "l.0.down [2, 32, 24]".
     """
 
     path: str
@@ -51,7 +51,7 @@ class CallReport:
     reason: str | None
     kernel: str | None
     dropout_p: float = 0.0
-    made_of: str = ""
+    latent_source: str = ""
     in_windows: bool = False
 
     @property
@@ -75,7 +75,7 @@ class CallReport:
             reason=call.unsupported or call.already_local,
             kernel=None if plan is None else kernel,
             dropout_p=call.dropout_p,
-            made_of=_made_of(call, plan, ctx),
+            latent_source=_latent_source(call, plan, ctx),
             in_windows=call.in_windows,
         )
 
@@ -104,7 +104,7 @@ def _kernel(
     return step_kernel(*what).value
 
 
-def _made_of(call: AttentionCall, plan: Plan | None, ctx: Context) -> str:
+def _latent_source(call: AttentionCall, plan: Plan | None, ctx: Context) -> str:
     """Name the values of which every rank makes keys and values, and their size."""
     if plan is None or plan.strategy is not Strategy.LATENTS:
         return ""

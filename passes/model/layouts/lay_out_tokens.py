@@ -61,7 +61,7 @@ from ...placement.token_picks import cp_gather_at, cp_pick_tokens
 from ..attention.insert_attention import change_plan, set_layout
 from .layout_cut import LayoutCut
 from .permutation_proof import PermutationProofs
-from .token_graph import Prices, TokenGraph, Use
+from .token_graph import LayoutPrices, TokenGraph, Use
 
 RELAYOUT = torch.ops.cp.relayout.default
 
@@ -176,7 +176,7 @@ class _LaidOut:
             if not symbolic
         ]
         self.cut = LayoutCut()
-        prices = Prices(
+        prices = LayoutPrices(
             self._relayout_price,
             self._reorder_price,
             self._attention,

@@ -92,7 +92,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Prices:
+class LayoutPrices:
     """Seconds of relayouts, of reorders, and of attention calls.
 
     attention: seconds of a call (contiguous, laid out); None where it must not be.
@@ -124,7 +124,7 @@ class TokenGraph:
         ctx: Context,
         proofs: PermutationProofs,
         cut: LayoutCut,
-        prices: Prices,
+        prices: LayoutPrices,
         others: Sequence[PermutationProofs] = (),
     ) -> None:
         self.ctx, self.proofs, self.cut, self.prices = ctx, proofs, cut, prices

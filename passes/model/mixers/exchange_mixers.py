@@ -48,7 +48,7 @@ from ...placement.scan_calls import cp_scan, scanned_in_parts
 from .dim_group import CREATIONS, DimGroup
 from .mixed_sequence import MixedSequence, dim_size, find_sequences, moves_little
 from .mixer_regions import Region, RegionFinder
-from .mixer_seconds import MixerSeconds, Prices, has_strategies
+from .mixer_seconds import MixerSeconds, Seconds, has_strategies
 
 _MOST_LENGTHS = 8
 """A loop over parts of a sequence may have as many lengths as it has steps."""
@@ -161,7 +161,7 @@ class _Exchange:
                 self._insert(operand, [node], dim.dim, None)
 
     def _note(
-        self, mixers: list[fx.Node], region: Region, prices: dict[fx.Node, Prices]
+        self, mixers: list[fx.Node], region: Region, prices: dict[fx.Node, Seconds]
     ) -> None:
         """Note what is computed in parts along another dimension, for people."""
         kept = [x for x in mixers if x in prices]
@@ -182,7 +182,7 @@ class _Exchange:
             )
 
     def _note_call(
-        self, node: fx.Node, strategy: MixerStrategy, prices: Prices, dim: str = ""
+        self, node: fx.Node, strategy: MixerStrategy, prices: Seconds, dim: str = ""
     ) -> None:
         name, forced = _name_of(node), self.ctx.mixer_strategy is strategy
         path, seconds = module_path(node), tuple(prices.items())

@@ -30,7 +30,7 @@ from .dim_group import CREATIONS, DimGroup
 from .mixed_sequence import MixedSequence, dim_size, moves_little, stays_on_tokens
 
 DEAR = 1e6  # seconds: a price for what the user has ruled out
-Prices = dict[MixerStrategy, float]
+Seconds = dict[MixerStrategy, float]
 
 
 def has_strategies(node: fx.Node) -> bool:
@@ -101,7 +101,7 @@ class MixerSeconds:
             return None  # a rank's part would begin inside of an entry
         return self._exchanged(node)
 
-    def of_strategies(self, node: fx.Node) -> Prices:
+    def of_strategies(self, node: fx.Node) -> Seconds:
         """Return the seconds of every strategy that is possible for a call."""
         dims = self._sequence.tokens.dims
         values = [x for x in (*node.all_input_nodes, *node.users) if x in dims]
@@ -130,7 +130,7 @@ class MixerSeconds:
             ways = {self._forced: ways[self._forced]}
         return min(ways.items(), key=lambda x: (x[1], x[0].value))
 
-    def _ways(self, node: fx.Node, exchanges: Iterable[float] = ()) -> Prices:
+    def _ways(self, node: fx.Node, exchanges: Iterable[float] = ()) -> Seconds:
         dims, summary = self._sequence.tokens.dims, None
         operands = [bytes_of(x) for x in node.all_input_nodes if x in dims]
         if has_strategies(node):

@@ -29,7 +29,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...flow.widened import WidenedValue
+from ...flow.widening_product import WidenedValue
 from ...graph.calls import canonical_call, function_of
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass

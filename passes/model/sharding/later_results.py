@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.geometry.lengths import is_symbol
 
-from ...flow.widened import WidenedValue
+from ...flow.widening_product import WidenedValue
 from ...graph.context import PARAMETERS, LaterResult
 from ...graph.effects import is_in_place
 from ...placement.graph_writer import GraphWriter

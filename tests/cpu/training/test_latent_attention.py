@@ -115,7 +115,7 @@ def test_latents_are_all_that_is_sent(how):
         (backward, Kind.ALL_GATHER): each,
         (backward, Kind.REDUCE_SCATTER): each,
     }
-    texts = [call.made_of for report in reports for call in report.calls]
+    texts = [call.latent_source for report in reports for call in report.calls]
     assert all(text.endswith("of their bytes") for text in texts)
     # Nothing as wide as keys of all tokens lives until the backward.
     assert max(x.numel() for x in held) <= rows * WIDTH * 4

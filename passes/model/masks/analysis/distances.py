@@ -60,7 +60,7 @@ class Added:
 
 
 @dataclass(frozen=True)
-class Parts:
+class MaskParts:
     """Parts of a mask: the keys that it hides, and what it adds to the scores.
 
     visible: where keys are not hidden. forgiving: whether a row that sees no key sees
@@ -72,22 +72,22 @@ class Parts:
     forgiving: bool = False
     added: Added | None = None
 
-    def under(self, condition: Formula, other: Parts) -> Parts:
+    def under(self, condition: Formula, other: MaskParts) -> MaskParts:
         """Hide keys also where `condition` is false.
 
         The result forgives if `other`, the parts of what hides them, forgives.
         """
         forgiving = self.forgiving or other.forgiving
-        return Parts(both(condition, self.visible), forgiving, self.added)
+        return MaskParts(both(condition, self.visible), forgiving, self.added)
 
-    def to(self, dtype: torch.dtype) -> Parts:
+    def to(self, dtype: torch.dtype) -> MaskParts:
         """Convert the added value to another dtype."""
         if self.added is None:
             return self
-        return Parts(self.visible, self.forgiving, self.added.to(dtype))
+        return MaskParts(self.visible, self.forgiving, self.added.to(dtype))
 
 
-def visible_where(cases: Cases) -> Parts:
+def visible_where(cases: Cases) -> MaskParts:
     """Read cases of zeros and of numbers that hide as parts of a mask.
 
     Raises: NoForm, if there are other numbers.
@@ -102,10 +102,10 @@ def visible_where(cases: Cases) -> Parts:
             visible.append(case.where)
         elif number != -torch.inf:
             forgiving = True
-    return Parts(either(*visible), forgiving)
+    return MaskParts(either(*visible), forgiving)
 
 
-def take_apart(view: View, reader: CaseReader) -> Parts:
+def take_apart(view: View, reader: CaseReader) -> MaskParts:
     """Split a mask of numbers into what hides keys and what is added."""
     try:
         return visible_where(reader.cases(view))
@@ -130,21 +130,21 @@ def take_apart(view: View, reader: CaseReader) -> Parts:
             return other_side.to(view.dtype).under(plain[0].visible, plain[0])
     if node.target is aten.where.self:
         return _chosen(view, reader)
-    return Parts(EVERYWHERE, added=Added(view))
+    return MaskParts(EVERYWHERE, added=Added(view))
 
 
-def _of_constant(view: View, value: Tensor) -> Parts:
+def _of_constant(view: View, value: Tensor) -> MaskParts:
     """Split known pairs: where they hide, if that is a formula, and the rest."""
     shown = value > _HIDES
     alike = bool((shown == shown[:, :1]).all()) and not bool(value.isnan().any())
     visible = formula_of(shown[:, :1]) if alike else None
     if visible is None:
-        return Parts(EVERYWHERE, added=Added(view))
+        return MaskParts(EVERYWHERE, added=Added(view))
     forgiving = bool((~shown & value.isfinite()).any())
-    return Parts(visible, forgiving, Added(view))
+    return MaskParts(visible, forgiving, Added(view))
 
 
-def _chosen(view: View, reader: CaseReader) -> Parts:
+def _chosen(view: View, reader: CaseReader) -> MaskParts:
     """Split a call of where, one side of which hides keys."""
     condition, *sides = (operand(view, x) for x in view.node.all_input_nodes)
     if len(sides) == 2:
@@ -153,7 +153,7 @@ def _chosen(view: View, reader: CaseReader) -> Parts:
         for shown, hidden, visible in ((a, b, where), (b, a, negated(where))):
             if hidden.visible == NOWHERE and hidden.added is None:
                 return shown.to(view.dtype).under(visible, hidden)
-    return Parts(EVERYWHERE, added=Added(view))
+    return MaskParts(EVERYWHERE, added=Added(view))
 
 
 class DistanceReader:

@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from .cases import CaseReader, Cases
-from .distances import Added, DistanceReader, Parts, take_apart
+from .distances import Added, DistanceReader, MaskParts, take_apart
 from .documents import same_tokens, within_documents
 from .formula import (
     And,
@@ -156,13 +156,13 @@ def read_mask(
     return reading
 
 
-def _parts(root: View, reader: CaseReader) -> Parts:
+def _parts(root: View, reader: CaseReader) -> MaskParts:
     """Split a mask into the keys that it hides and what it adds.
 
     A mask that hides by the lowest finite number is forgiving.
     """
     if root.dtype == torch.bool:
-        return Parts(reader.formula(root))
+        return MaskParts(reader.formula(root))
     return take_apart(root, reader)
 
 
