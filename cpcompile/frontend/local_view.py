@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cpcompile.errors import InputError
 from cpcompile.geometry.layout import TokenLayout
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part, no_view
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part, no_view
 from cpcompile.options import parse_options
 from cpcompile.ranks.joint_mesh import joint_mesh
 from cpcompile.ranks.layout_marks import mark
@@ -195,14 +195,7 @@ class LocalView:
         if self._other is not None and parts > 1:
             mesh = self._joint = self._joint or joint_mesh(self._mesh, self._other)
             placements *= mesh.ndim
-        whole = DTensor.from_local(
-            x.contiguous(),
-            mesh,
-            placements,
-            run_check=False,
-            shape=shape,
-            stride=contiguous_strides(shape),
-        )
+        whole = dtensor_of(x.contiguous(), mesh, placements, shape)
         mark(whole, sequence.layout)
         if self._other is None:
             return whole

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame
+from cpcompile.ops.dtensor.local_part import dtensor_of
 from cpcompile.options import Options
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.placement.gathered_parameters import sharded_parameters
@@ -105,11 +106,8 @@ def read_stand_ins(graph: fx.Graph) -> None:
         with fake.fake_mode:
             shape = tokens._local_tensor.shape
             local = torch.empty(shape, dtype=fake.dtype, device=fake.device)
-        node.meta["example_value"] = DTensor.from_local(
-            local.requires_grad_(fake.requires_grad),
-            tokens.device_mesh,
-            tokens.placements,
-            run_check=False,
-            shape=tokens.shape,
-            stride=tokens.stride(),
+        local.requires_grad_(fake.requires_grad)
+        placed = tokens.device_mesh, tokens.placements
+        node.meta["example_value"] = dtensor_of(
+            local, *placed, tokens.shape, tokens.stride()
         )

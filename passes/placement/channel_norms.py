@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.ops.dtensor.padded_convolution import whole_weight
 
 from .placement_calls import cp_reduce_partial
@@ -93,13 +93,8 @@ class _Mean(NamedTuple):
             p if p.is_replicate() or (p.is_shard(0) and not over_batch) else Partial()
             for p in x.placements
         ]
-        summand = DTensor.from_local(
-            entries.sum(dims, keepdim=True) / count,
-            x.device_mesh,
-            sums,
-            run_check=False,
-            shape=shape,
-            stride=contiguous_strides(shape),
+        summand = dtensor_of(
+            entries.sum(dims, keepdim=True) / count, x.device_mesh, sums, shape
         )
         whole = cp_reduce_partial(summand)
         return cls(whole, local_part(whole, sums), count)
@@ -129,13 +124,8 @@ def _placed(
         own = own * _per_channel(whole_weight(weight, grads), own)
     if bias is not None:
         own = own + _per_channel(whole_weight(bias, grads), own)
-    return DTensor.from_local(
-        own.to(x.dtype).contiguous(),
-        x.device_mesh,
-        x.placements,
-        run_check=False,
-        shape=x.shape,
-        stride=contiguous_strides(x.shape),
+    return dtensor_of(
+        own.to(x.dtype).contiguous(), x.device_mesh, x.placements, x.shape
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cpcompile.geometry.lengths import is_same
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import contiguous_strides, dtensor_of, local_part
 
 from ..graph.constant_arguments import Callee
 from ..graph.loss_calls import MEAN_BY_WEIGHT, OF_CLASSES
@@ -149,14 +149,9 @@ def _by_elements(
         shape = shape[:1] + shape[2:] if scores.ndim > 1 else shape[1:]
     order = order or tuple(range(local.ndim))
     strides = contiguous_strides(torch.Size(shape[dim] for dim in order))
-    return DTensor.from_local(
-        in_memory_order(local, order),
-        scores.device_mesh,
-        placements,
-        run_check=False,
-        shape=shape,
-        stride=tuple(strides[order.index(dim)] for dim in range(len(order))),
-    )
+    strides = tuple(strides[order.index(dim)] for dim in range(len(order)))
+    in_order = in_memory_order(local, order)
+    return dtensor_of(in_order, scores.device_mesh, placements, shape, strides)
 
 
 def _element_weights(

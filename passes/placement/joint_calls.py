@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.errors import InputError
-from cpcompile.ops.dtensor.local_part import local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.ranks.joint_mesh import joint_mesh
 from cpcompile.torch_private import pytree
 
@@ -118,14 +118,7 @@ def cp_tp_place(
     stride: tuple[int, ...],
 ) -> DTensor:
     """Turn the local part of a DTensor on the joint mesh into that DTensor."""
-    return DTensor.from_local(
-        x,
-        joint.mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
+    return dtensor_of(x, joint.mesh, placements, shape, stride)
 
 
 def cp_tp_lift(
@@ -218,11 +211,4 @@ def _placed(
     for dim in sorted(range(local.ndim), key=lambda d: (local.stride(d), -d)):
         strides[dim] = step
         step *= max(shape[dim], 1)
-    return DTensor.from_local(
-        local,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(strides),
-    )
+    return dtensor_of(local, mesh, placements, shape, strides)

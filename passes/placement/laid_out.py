@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from cpcompile.geometry.layout import TokenLayout
-from cpcompile.ops.dtensor.local_part import contiguous_strides
+from cpcompile.ops.dtensor.local_part import dtensor_of
 from cpcompile.torch_patches.missing_gradients import on_mesh
 
 
@@ -77,14 +77,8 @@ class _Placed(torch.autograd.Function):
         ctx.whole = x.placements
         dim, outer = _token_dim(placements[axis])
         index = tokens.positions(mesh.get_local_rank(axis), x.device)
-        return DTensor.from_local(
-            _pick(x.to_local(), dim, outer, tokens.length, index),
-            mesh,
-            placements,
-            run_check=False,
-            shape=x.shape,
-            stride=contiguous_strides(x.shape),
-        )
+        picked = _pick(x.to_local(), dim, outer, tokens.length, index)
+        return dtensor_of(picked, mesh, placements, x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -94,14 +88,7 @@ class _Placed(torch.autograd.Function):
         permuted = grad.redistribute(placements=ctx.whole)
         index = ctx.tokens.inverse(grad.device)
         local = _pick(permuted.to_local(), dim, outer, ctx.tokens.length, index)
-        result = DTensor.from_local(
-            local,
-            grad.device_mesh,
-            ctx.whole,
-            run_check=False,
-            shape=grad.shape,
-            stride=contiguous_strides(grad.shape),
-        )
+        result = dtensor_of(local, grad.device_mesh, ctx.whole, grad.shape)
         return result, None, None, None
 
 

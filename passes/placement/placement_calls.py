@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cpcompile.geometry.layout import Layout, TokenLayout
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.ops.mixers.mixer_call import MixerCall
 from cpcompile.ops.mixers.state_passing import in_parts
 from cpcompile.torch_private import pytree
@@ -105,14 +105,7 @@ def cp_exchange(x: DTensor, cp_axis: MeshAxis, source: int, target: int) -> DTen
     exchanged = torch.ops.cp.dim_exchange(
         local_part(x), source, rows, target, columns, group
     )
-    return DTensor.from_local(
-        exchanged,
-        cp_axis.mesh,
-        placements,
-        run_check=False,
-        shape=x.shape,
-        stride=contiguous_strides(x.shape),
-    )
+    return dtensor_of(exchanged, cp_axis.mesh, placements, x.shape)
 
 
 def cp_log_sigmoid(x: DTensor) -> DTensor:
@@ -163,16 +156,7 @@ def cp_mixed_in_parts(
         if name in tokens:
             shape[tokens[name]] = length
             placements[cp_axis.axis] = Shard(tokens[name])  # type: ignore[call-overload]
-        results.append(
-            DTensor.from_local(
-                part,
-                cp_axis.mesh,
-                placements,
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=contiguous_strides(torch.Size(shape)),
-            )
-        )
+        results.append(dtensor_of(part, cp_axis.mesh, placements, shape))
     return results
 
 

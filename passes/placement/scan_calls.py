@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cpcompile.geometry.lengths import expected, is_symbol
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensorMode, disable_current_modes
 from cpcompile.torch_private.operators import generic_associative_scan
@@ -77,18 +77,12 @@ def cp_scan(
     steps = operands[carried].shape[0]
     wrapped: list[Tensor] = []
     for i, (x, like) in enumerate(zip(scan.run(own), results, strict=True)):
-        is_carry, shape = i < carried, tuple(like.shape)
-        shape = shape if is_carry else (steps, *shape)
-        wrapped.append(
-            DTensor.from_local(
-                _CompactGradient.apply(x) if is_carry else x.contiguous(),  # type: ignore[no-untyped-call]
-                mesh,
-                like.placements if is_carry else _moved(like.placements, 1),
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=contiguous_strides(torch.Size(shape)),
-            )
-        )
+        if i < carried:
+            local = _CompactGradient.apply(x)  # type: ignore[no-untyped-call]
+            wrapped.append(dtensor_of(local, mesh, like.placements, like.shape))
+        else:
+            placed, shape = _moved(like.placements, 1), (steps, *like.shape)
+            wrapped.append(dtensor_of(x.contiguous(), mesh, placed, shape))
     return wrapped
 
 
@@ -287,13 +281,8 @@ def _without_data(
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             local[placement.dim] = -(-local[placement.dim] // mesh.size(axis))
-    return DTensor.from_local(
-        torch.empty(local, dtype=x.dtype, device=x.device),
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=contiguous_strides(torch.Size(shape)),
+    return dtensor_of(
+        torch.empty(local, dtype=x.dtype, device=x.device), mesh, placements, shape
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 
 from ..graph.constant_arguments import GraphArgument, MeshAxis
 from .scan_calls import Scan
@@ -61,14 +61,7 @@ def _from_parts(
     x: Tensor, cp_axis: MeshAxis, placements: Sequence[Placement], steps: Any
 ) -> DTensor:
     shape = torch.Size((steps, *x.shape[1:]))
-    return DTensor.from_local(
-        x,
-        cp_axis.mesh,
-        placements,
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    return dtensor_of(x, cp_axis.mesh, placements, shape)
 
 
 class _ZeroGradient(torch.autograd.Function):

@@ -27,7 +27,7 @@ from cpcompile.geometry.lengths import (
 )
 from cpcompile.geometry.token_pieces import Joined, move_of
 from cpcompile.ops.comm.moved_tokens import WHOLE
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.torch_private.fake_tensors import disable_current_modes
 
 from ..graph.constant_arguments import MeshAxis
@@ -199,11 +199,4 @@ def _is_split(x: Tensor, cp_axis: MeshAxis, dim: int) -> bool:
 
 def _sharded(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
     """Return a local tensor as a DTensor, placed as another one."""
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    return dtensor_of(local, like.device_mesh, like.placements, shape)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.ops.dtensor.shares import sharing_rows
 
 Dims = tuple[int | None, int | None, int]
@@ -51,14 +51,7 @@ def cp_token_products(
     else:
         local = torch.matmul(left, right)
     shape = torch.Size((*local.shape[:out], source.shape[at], *local.shape[out + 1 :]))
-    return DTensor.from_local(
-        local.contiguous(),
-        source.device_mesh,
-        placed(Shard(out)),
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    return dtensor_of(local.contiguous(), source.device_mesh, placed(Shard(out)), shape)
 
 
 def cp_linear_of_parts(x: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
@@ -74,14 +67,7 @@ def cp_linear_of_parts(x: DTensor, weight: DTensor, bias: DTensor | None) -> DTe
     with sharing_rows(x.device_mesh, x.placements, x.numel(), own.numel()):
         local = F.linear(own, own_weight, own_bias)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    return DTensor.from_local(
-        local,
-        x.device_mesh,
-        x.placements,
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    return dtensor_of(local, x.device_mesh, x.placements, shape)
 
 
 def _more_rows(x: Tensor, y: Tensor) -> Tensor:

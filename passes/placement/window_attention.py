@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.ops.dtensor.shares import sharing_rows
 
 
@@ -50,11 +50,4 @@ def cp_window_attention(
             enable_gqa=enable_gqa,
         )
     shape = torch.Size((*q.shape[:-1], v.shape[-1]))
-    return DTensor.from_local(
-        out.contiguous(),
-        q.device_mesh,
-        q.placements,
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    return dtensor_of(out.contiguous(), q.device_mesh, q.placements, shape)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.comm.head_exchange import Results
 from cpcompile.ops.dtensor.dtensor_rules import alike, as_dtensors, axis_of_group
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.ops.dtensor.mask_placements import (
     SEQUENCE,
     gradient_placements,
@@ -87,14 +87,7 @@ def _whole(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
 ) -> DTensor:
     """Make the DTensor of this shape that has `local` here."""
-    return DTensor.from_local(
-        local,
-        mesh,
-        placements,
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    return dtensor_of(local, mesh, placements, shape)
 
 
 def _local_mask(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 
@@ -33,15 +34,23 @@ class _LocalPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
         (grad,) = grads
-        gradient = DTensor.from_local(
-            grad.contiguous(),
-            ctx.mesh,
-            ctx.placements,
-            run_check=False,
-            shape=ctx.shape,
-            stride=contiguous_strides(ctx.shape),
-        )
+        gradient = dtensor_of(grad.contiguous(), ctx.mesh, ctx.placements, ctx.shape)
         return gradient, None
+
+
+def dtensor_of(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+) -> DTensor:
+    """Make a DTensor of local parts that may be uneven; contiguous without strides."""
+    size = torch.Size(shape)
+    stride = contiguous_strides(size) if strides is None else tuple(strides)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=size, stride=stride
+    )
 
 
 def no_view(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cpcompile.geometry.layout import Chunks
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.ops.dtensor.shares import sharing_rows
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -123,14 +123,7 @@ def _of_shards(
     if apart is not None:
         sizes[apart - first] = results_apart(x, out, apart)
     shape = torch.Size((*x.shape[: first - 1], weight.shape[0], *sizes))
-    return DTensor.from_local(
-        out.contiguous(),
-        mesh,
-        x.placements,
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    return dtensor_of(out.contiguous(), mesh, x.placements, shape)
 
 
 def groups_of_rank(

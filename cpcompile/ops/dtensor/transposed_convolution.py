@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.ops.dtensor.padded_convolution import whole_weight
 from cpcompile.ops.dtensor.shares import sharing_rows
 
@@ -89,11 +89,4 @@ def transposed_convolution(
     sizes[first:] = out.shape[first:]
     sizes[dim] = tokens * step
     shape = torch.Size(sizes)
-    return DTensor.from_local(
-        out,
-        mesh,
-        input.placements,
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    return dtensor_of(out, mesh, input.placements, shape)

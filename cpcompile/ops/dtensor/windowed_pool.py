@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.ops.dtensor.padded_convolution import results_apart, window_counts
 
 POOLS: dict[str, Callable[..., Tensor]] = {
@@ -60,11 +60,4 @@ def windowed_pool(
     sizes = window_counts(input.shape[first:], both, dilation, kernel_size, stride)
     sizes[apart - first] = results_apart(input, out, apart)
     shape = torch.Size((*input.shape[:first], *sizes))
-    return DTensor.from_local(
-        out.contiguous(),
-        input.device_mesh,
-        input.placements,
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    return dtensor_of(out.contiguous(), input.device_mesh, input.placements, shape)

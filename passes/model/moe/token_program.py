@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.ops.dtensor.shares import sharing_rows
 from cpcompile.torch_private import pytree
 
@@ -124,11 +124,4 @@ def _distributed(
     if tokens is None:
         return DTensor.from_local(x, mesh, _sums(placements), run_check=False)
     shape = torch.Size((tokens, *x.shape[1:]))
-    return DTensor.from_local(
-        x.contiguous(),
-        mesh,
-        placements,
-        run_check=False,
-        shape=shape,
-        stride=contiguous_strides(shape),
-    )
+    return dtensor_of(x.contiguous(), mesh, placements, shape)

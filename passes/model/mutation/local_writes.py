@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 
 from ...flow.trial import Trial
 from ...graph.calls import function_of
@@ -117,14 +117,8 @@ def cp_local_write(
         shape = viewed(whole.detach(), steps).shape
         same: Any = part if part.shape == shape else part.expand(shape)
         part = local_part(same.redistribute(placements=placements))
-    return DTensor.from_local(
-        written(local_part(whole), part, steps),
-        whole.device_mesh,
-        whole.placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=contiguous_strides(whole.shape),
-    )
+    local = written(local_part(whole), part, steps)
+    return dtensor_of(local, whole.device_mesh, whole.placements, whole.shape)
 
 
 def _reads_nodes(steps: Sequence[ViewStep]) -> bool:
