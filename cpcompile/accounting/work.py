@@ -35,6 +35,7 @@ from cpcompile.ops.dtensor.shares import ranks_on_other_axes
 from cpcompile.ops.traced_nodes import SHARE, shares_counted_in, traced_nodes
 from cpcompile.passes.graph.nodes import module_path
 from cpcompile.torch_private import pytree
+from cpcompile.torch_private.distributed import by_dtensor
 
 Shares = dict[int, float]
 """Shares of calls, by the number that autograd gives a call and its gradient alike."""
@@ -59,7 +60,7 @@ def shares_noted(group: str) -> Iterator[None]:
 def _noting(op: Any, handler: Callable[..., Any] | None) -> Callable[..., Any]:
     def call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with traced_nodes() as nodes:
-            result = (handler or _by_dtensor)(op, args, kwargs)
+            result = (handler or by_dtensor)(op, args, kwargs)
         counted = [node for node in nodes if has_formula(operator_of(node))]
         if counted:
             whole = flops_of(op, args, kwargs, result) / _on_other_axes(result)
@@ -69,16 +70,6 @@ def _noting(op: Any, handler: Callable[..., Any] | None) -> Callable[..., Any]:
         return result
 
     return call
-
-
-def _by_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the call without a handler of ours."""
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(op)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        handlers[op] = handler
 
 
 def _on_other_axes(result: Any) -> int:

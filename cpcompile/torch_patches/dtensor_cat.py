@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cpcompile.torch_private.distributed import by_dtensor
+
 aten = torch.ops.aten
 
 
@@ -27,9 +29,4 @@ def cat_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
     nonempty = [x for x in tensors if tuple(x.shape) != (0,)] or tensors[:1]
     if len(nonempty) == 1:
         return nonempty[0].clone()  # type: ignore[no-any-return]
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(op)  # DTensor's own rule does the rest
-    try:
-        return op(nonempty, *rest, **kwargs)  # type: ignore[no-any-return]
-    finally:
-        handlers[op] = handler
+    return by_dtensor(op, (nonempty, *rest), kwargs)  # type: ignore[no-any-return]

@@ -33,6 +33,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from cpcompile.torch_private.distributed import by_dtensor
+
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 CONTIGUOUS_ONLY = (  # test_local_memory.py looks for them in all of aten
@@ -69,17 +71,17 @@ def copied_if_need_be() -> Iterator[None]:
 
 def _view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        return _by_dtensor(op, args, kwargs)
+        return by_dtensor(op, args, kwargs)
     except (RuntimeError, ValueError):  # of a real tensor, of a fake one
         x, *rest = args
         if not isinstance(x, DTensor) or _lies_as_said(x):
             raise
-        return _by_dtensor(op, (_as_said(x), *rest), kwargs)
+        return by_dtensor(op, (_as_said(x), *rest), kwargs)
 
 
 def _in_order(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = pytree.tree_map_only(DTensor, _as_said, (args, kwargs))
-    return _by_dtensor(op, args, kwargs)
+    return by_dtensor(op, args, kwargs)
 
 
 def _contiguous(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,17 +89,7 @@ def _contiguous(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _as_said(x).contiguous()
 
     args, kwargs = pytree.tree_map_only(DTensor, contiguous, (args, kwargs))
-    return _by_dtensor(op, args, kwargs)
-
-
-def _by_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the call without a handler of ours."""
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(op)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        handlers[op] = handler
+    return by_dtensor(op, args, kwargs)
 
 
 def _lies_as_said(x: DTensor) -> bool:

@@ -44,6 +44,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.refusals import check_refusal
+from cpcompile.torch_private.distributed import by_dtensor
 
 aten = torch.ops.aten
 _before: list[bool] = []  # DTensor's switch before the compilation that goes on
@@ -260,11 +261,7 @@ def _all_replicated(op_schema: OpSchema) -> StrategyType:
 def _pretend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dynamo_traces():
         return args[0]
-    handler = _handlers().pop(op)  # DTensor's own rule, or its refusal
-    try:
-        return op(*args, **kwargs)
-    finally:
-        _handlers()[op] = handler
+    return by_dtensor(op, args, kwargs)  # its own rule, or its refusal
 
 
 def _decomposes(op: Any) -> bool:

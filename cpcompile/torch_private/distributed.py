@@ -1,5 +1,7 @@
 """Hand on rules of DTensor, and what torch.distributed knows of groups and messages."""
 
+from typing import Any
+
 # Where functional collectives register a message; seen in 2.11 to 2.14.
 from torch._C._distributed_c10d import _register_work as register_work
 
@@ -12,6 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store as get_default
 from torch.distributed.distributed_c10d import (
     _resolve_process_group as resolve_process_group,
 )
+from torch.distributed.tensor import DTensor
 
 # Where DTensor moves local tensors, by itself or asked to; seen in 2.11 to 2.15.
 from torch.distributed.tensor import _dispatch as dtensor_dispatch
@@ -32,3 +35,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 # The placement of a flattened sequence; seen in 2.13.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+
+def by_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the call without a handler of ours."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
