@@ -182,6 +182,18 @@ def all_graphs(graph: fx.Graph) -> Iterator[fx.Graph]:
             yield from all_graphs(region.graph)
 
 
+def region_arguments(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the inputs of checkpoint regions, and what they are outside."""
+    for subgraph in all_graphs(graph):
+        for node in subgraph.nodes:
+            region = sub_graph(node)
+            if region is not None:
+                inner = region.graph.find_nodes(op="placeholder")
+                for placeholder, argument in zip(inner, node.args[1:], strict=True):
+                    if isinstance(argument, fx.Node):
+                        yield placeholder, argument
+
+
 def has_tensors(graph: fx.Graph) -> bool:
     """Tell whether any value is a tensor; after a graph break all may be sizes."""
     return any(isinstance(fake_value(node), Tensor) for node in graph.nodes)

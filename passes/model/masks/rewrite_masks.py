@@ -43,7 +43,7 @@ from ...graph.checkpoint_regions import Regions
 from ...graph.context import AttentionCall, Context, MaskSource
 from ...graph.effects import written_by
 from ...graph.graph_pass import graph_pass
-from ...graph.nodes import all_nodes, fake_mode_of, fake_value
+from ...graph.nodes import all_nodes, fake_mode_of, fake_value, region_arguments
 from ...graph.sequence_tokens import SequenceDim, TokenDim
 from .analysis.constant_masks import by_value, fold_constants
 from .analysis.dense_bias import DenseBiasWriter, RowsOf
@@ -53,7 +53,6 @@ from .analysis.mask_program import (
     Unreadable,
     has_symbols,
     memory_of,
-    outer_names,
     resolve,
     source_of,
     trace,
@@ -64,12 +63,7 @@ from .any_length.rewrite_any_length import AnyLengthWriter, at_longest
 from .erase_masks import drop_mask, erase_masks
 from .unread_masks import may_be_row_parallel, unread_mask
 from .unread_rows import UnreadRows
-from .write_masks import (
-    fits,
-    meanings,
-    write,
-    write_causal_limits,
-)
+from .write_masks import fits, meanings, write, write_causal_limits
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +116,7 @@ class _Finder:
             for node, buffer in ctx.buffers.items()
             if memory_of(node) not in written
         }
-        self.outer = outer_names(graph)
+        self.outer = dict(region_arguments(graph))
         self.regions = Regions(graph)
         self.sources: list[MaskSource] = []
         device = fake_value(ctx.findings.calls[0].q).device.type

@@ -15,7 +15,7 @@ where values lie, never what they are.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...flow.flow import flows_of
 from ...flow.token_sources import token_sources
-from ...graph.nodes import all_graphs, fake_value, sub_graph
+from ...graph.nodes import fake_value, region_arguments, sub_graph
 from ...graph.sequence_tokens import SequenceDim, TokenDim
 from ...placement.graph_values import GraphValues
 from .dim_flows import dim_flows, part_written
@@ -92,7 +92,7 @@ class SequenceDims:
         self.found: dict[fx.Node, list[SequenceDim]] = {}
         self.begins: set[fx.Node] = set()
         self._flows = flows_of(fake_mode, mesh.device_type)
-        self._arguments = dict(_region_arguments(graph))
+        self._arguments = dict(region_arguments(graph))
         self.attended: set[int] = set()
         questions = []
         for operand, dim in operands:
@@ -253,18 +253,6 @@ def _size(node: fx.Node, dim: int) -> int:
 def _is_one_of_several(node: fx.Node) -> bool:
     source = node.args[0]
     return isinstance(source, fx.Node) and not isinstance(fake_value(source), Tensor)
-
-
-def _region_arguments(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the inputs of checkpoint regions, and what they are outside."""
-    for subgraph in all_graphs(graph):
-        for node in subgraph.nodes:
-            region = sub_graph(node)
-            if region is not None:
-                inner = region.graph.find_nodes(op="placeholder")
-                for placeholder, argument in zip(inner, node.args[1:], strict=True):
-                    if isinstance(argument, fx.Node):
-                        yield placeholder, argument
 
 
 def lost_dim(known: GraphValues, node: fx.Node) -> TokenDim | None:

@@ -33,12 +33,7 @@ from ....graph.attention_calls import is_attention
 from ....graph.calls import function_of
 from ....graph.context import MaskSource
 from ....graph.effects import is_in_place, view_of, written_by
-from ....graph.nodes import (
-    expected_shape,
-    fake_value,
-    storage,
-    sub_graph,
-)
+from ....graph.nodes import expected_shape, fake_value, storage
 from .decompositions import MASK_DECOMPOSITIONS
 
 # They have no edge to the values between them. Seen in torch 2.13.
@@ -61,20 +56,6 @@ class MaskProgram:
     module: fx.GraphModule
     result: fx.Node
     inputs: dict[fx.Node, fx.Node]
-
-
-def outer_names(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Map the placeholders of checkpoint regions to nodes of the graph around them."""
-    names: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        region = sub_graph(node)
-        if region is not None:
-            inner = region.graph.find_nodes(op="placeholder")
-            for placeholder, argument in zip(inner, node.args[1:], strict=True):
-                if isinstance(argument, fx.Node):
-                    names[placeholder] = argument
-            names |= outer_names(region.graph)
-    return names
 
 
 def resolve(node: fx.Node, outer: dict[fx.Node, fx.Node]) -> fx.Node:
