@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -199,9 +200,8 @@ def ulysses_scatter(
 
 
 @ulysses_scatter.register_fake
-def _(
-    tensors: Sequence[Tensor], lengths: Sequence[int], sizes: Sequence[int], group: str
-) -> list[Tensor]:
+def _(tensors: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    lengths, sizes, group = rest
     blocks = _blocks(tensors, [x.shape[1] for x in tensors], lengths, sizes)
     return empty_heads(tensors[0], tensors[0].shape[0], blocks, group)
 
@@ -233,14 +233,9 @@ def ulysses_gather(
 
 
 @ulysses_gather.register_fake
-def _(
-    tensors: Sequence[Tensor],
-    heads: Sequence[int],
-    lengths: Sequence[int],
-    sizes: Sequence[int],
-    group: str,
-) -> list[Tensor]:
-    blocks = _blocks(tensors, heads, lengths, sizes)
+def _(tensors: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    *told, group = rest
+    blocks = _blocks(tensors, *told)
     return empty_tokens(tensors[0], tensors[0].shape[0], blocks, group)
 
 

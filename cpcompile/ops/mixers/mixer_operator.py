@@ -129,8 +129,7 @@ def _(
     tensors: list[Tensor],
     graded: list[int],
     needed: list[int],
-    call: str,
-    token: Tensor | None = None,
+    *rest: Any,
 ) -> list[Tensor]:
     return [tensors[i].new_empty(tensors[i].shape) for i in needed]
 

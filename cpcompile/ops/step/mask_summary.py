@@ -58,13 +58,7 @@ def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return bound, torch.empty_like(bound), table, row_shift
 
 
-def _rows(
-    q: Tensor,
-    extras: Sequence[Tensor],
-    place: Sequence[int],
-    spec: str,
-    bias_grad: bool,
-    kernel: str,
-) -> MaskedRows:
+def _rows(q: Tensor, *rest: Any) -> MaskedRows:
+    extras, place, spec, bias_grad, kernel = rest
     inputs, ring = AttentionInputs.of(spec, extras), RingPlace.of_list(place)
     return MaskedRows(q, inputs, ring.spans, StepKernel(kernel), bias_grad)
