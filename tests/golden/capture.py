@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch._dynamo import trace_rules
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -125,6 +126,15 @@ def fake_group(rank: int = 1, ranks: int = RANKS) -> Iterator[None]:
         forget()
         if not _shared or len(dist.distributed_c10d._world.pg_map) > 1:
             _end_group()
+
+
+@contextmanager
+def fake_mesh(
+    *shape: int, names: tuple[str, ...] = ("cp",), rank: int = 1
+) -> Iterator[DeviceMesh]:
+    """Make this process `rank` of a mesh that exchanges nothing."""
+    with fake_group(rank, math.prod(shape)):
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def _end_group() -> None:

@@ -28,7 +28,7 @@ from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 from cpcompile.torch_patches import inductor_compat
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_group, fake_mesh
 from tests.models.families.small_gpt import SmallGPT
 
 TOKENS = 37
@@ -39,8 +39,7 @@ _COMMUNICATION = re.compile(
 
 def communication(rank, strategy, unroll):
     """Per generated module, the calls that communicate and the steps, in order."""
-    with fake_group(rank, 4):
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    with fake_mesh(4, rank=rank) as mesh:
         torch.manual_seed(0)
         model = SmallGPT(vocabulary=32, width=32, layers=2, context=64)
         options = {"mesh": mesh, "shard": {"tokens": 1, "labels": 1}}
@@ -97,8 +96,7 @@ def of_groups(rank):
         q, k, v = (x @ weight).unflatten(2, (3, 12, 4)).permute(2, 0, 3, 1, 4).unbind(0)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    with fake_group(rank, 4):
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    with fake_mesh(4, rank=rank) as mesh:
         options = {"mesh": mesh, "shard": {"x": 1}, "strategy": "ulysses"}
         step = torch.compile(attend, backend="cp", options=options)
         weight = torch.zeros(16, 3 * 12 * 4, requires_grad=True)
@@ -356,7 +354,6 @@ def test_a_graph_without_calls_has_nothing_to_check():
     def add(x, y):
         return x + y
 
-    with fake_group(1, 2), config.patch(check_overlap=True):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(2) as mesh, config.patch(check_overlap=True):
         x, y = (cp.shard(torch.ones(4, 8), mesh, 1).requires_grad_() for _ in range(2))
         torch.compile(add, backend="cp", fullgraph=True)(x, y).sum().backward()

@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
+from tests.golden.meshes import mesh  # noqa: F401  (a fixture)
 from tests.unit.ranks.talking_ranks import talk  # noqa: F401  (a fixture)
 
 # A busy machine is not a slow program.

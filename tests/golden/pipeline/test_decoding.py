@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, zeros
 
 from cpcompile.passes.model.sharding.gather_graph import gather_graph
-from tests.golden.capture import capture, fake_group
+from tests.golden.capture import capture, fake_mesh
 from tests.golden.golden_text import assert_golden, bare_calls, lines_without, table
 
 LENGTH = 6
@@ -16,8 +15,8 @@ LENGTH = 6
 @pytest.fixture
 def mesh():
     """Rank 1 of 2."""
-    with fake_group(ranks=2), torch.no_grad():
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(2) as mesh, torch.no_grad():
+        yield mesh
 
 
 def new_cache(mesh):

@@ -22,7 +22,7 @@ from tests.support.mixers import (
 )
 from tests.support.stand_in_kernels import stand_ins
 
-MESH_RANKS = 2
+MESH_AXES = {"cp": 2}
 
 
 def exchanged(module, mesh, batch=1, tokens=4096):

@@ -7,7 +7,7 @@ from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
 from tests.support.grids import MODULES, WIDTH, Stages
 
-MESH_RANKS = 2
+MESH_AXES = {"cp": 2}
 
 
 def found(name, mesh, batch=1):

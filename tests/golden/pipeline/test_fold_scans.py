@@ -6,7 +6,7 @@ from tests.golden.capture import capture, changes
 from tests.golden.golden_text import assert_golden
 from tests.support.scans import Associative, Elman, Recurrence
 
-MESH_RANKS = 2
+MESH_AXES = {"cp": 2}
 
 
 def steps(module, mesh, batch=1, strategy="exchange"):

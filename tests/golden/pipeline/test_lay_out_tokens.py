@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile import logs
 from cpcompile.passes.model.layouts.layout_cut import LayoutCut
-from tests.golden.capture import capture, changes, fake_group, warnings
+from tests.golden.capture import capture, changes, fake_mesh, warnings
 from tests.golden.golden_text import assert_golden
 from tests.golden.laid_out import attend, laid_out, moves, sdpa
 from tests.models.families.small_gpt import SmallGPT
@@ -213,8 +212,7 @@ def test_every_rank_sees_the_same_prices(monkeypatch):
     monkeypatch.setattr(LayoutCut, "feed", lambda *a: prices.append(a[-1]) or feed(*a))
     x, where = torch.randn(2, 31, 8), {"shard": {"x": 1}, "layout": "zigzag"}
     for rank in (0, 7):
-        with fake_group(rank):
-            mesh = init_device_mesh("cpu", (8,))
+        with fake_mesh(8, rank=rank) as mesh:
             capture(lambda x: attend(attend(x).cumsum(1)), x, mesh=mesh, **where)
     half = len(prices) // 2
     assert any(prices[:half])

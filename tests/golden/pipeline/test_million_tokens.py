@@ -13,13 +13,12 @@ import torch
 import torch.fx as fx
 import transformers
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import config
 from cpcompile.compile import inner_compilers
 from cpcompile.passes.joint.tiling.tile_tokens import tile_tokens
 from cpcompile.torch_patches import dead_collectives
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_mesh
 from tests.models.families.small_gpt import SmallGPT
 from tests.models.torchvision_schemas import define_schemas
 
@@ -63,8 +62,7 @@ def graphs(make, layers, **options):
         found.extend(parts)
         raise _Compiled
 
-    with fake_group(ranks=RANKS):
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    with fake_mesh(RANKS) as mesh:
         model, name = make(layers)
         ids = torch.zeros(1, S, dtype=torch.long)
         given = {"mesh": mesh, "inner": "aot_eager"}

@@ -1,21 +1,14 @@
 """What hides the padding of a length that the ranks do not divide."""
 
-import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.golden.capture import capture, changes, fake_group
+from tests.golden.capture import capture, changes
 from tests.golden.golden_text import assert_golden
 
+MESH_AXES = {"cp": 4}
+
 TABLE, WEIGHT = torch.randn(64, 8), torch.randn(8, 11)
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of 4."""
-    with fake_group(ranks=4):
-        yield init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
 
 
 def padded(mesh, fn, *inputs):

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
-from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile as cp
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_mesh
 from tests.golden.golden_text import assert_golden
 from tests.golden.ring_graphs import kept_graphs, text
 
@@ -27,8 +26,7 @@ def there_and_back(x, group):
 
 def traced(rank, as_dtensor):
     """The graphs of forward and backward that a compiler gets, on a rank of 4."""
-    with fake_group(rank, 4), kept_graphs() as (graphs, compiler):
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    with fake_mesh(4, rank=rank) as mesh, kept_graphs() as (graphs, compiler):
         x = cp.shard(torch.ones(2, 13), mesh, 1)
         x = (x if as_dtensor else x.to_local()).requires_grad_()
         step = torch.compile(there_and_back, backend=compiler, fullgraph=True)
@@ -73,8 +71,7 @@ def layers(x, weights, group):
 
 def communication(rank, fn, *args, **settings):
     """Per module that Inductor generates for `fn`, the calls that communicate."""
-    with fake_group(rank, 4):
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    with fake_mesh(4, rank=rank) as mesh:
         options = {"mesh": mesh, "shard": {"x": 1}}
         step = torch.compile(fn, backend="cp", fullgraph=True, options=options)
 

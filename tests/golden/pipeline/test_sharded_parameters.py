@@ -13,12 +13,14 @@ from torch.utils.checkpoint import checkpoint
 import cpcompile as cp
 from cpcompile.errors import InputError, RewriteError
 from cpcompile.torch_patches import dead_collectives
-from tests.golden.capture import capture, fake_group
+from tests.golden.capture import capture, fake_mesh
 from tests.golden.golden_text import (
     assert_golden,
     golden_text,
     lines_with,
 )
+
+MESH_AXES = {"dp": 2, "cp": 2}
 
 
 class Layer(nn.Module):
@@ -32,14 +34,6 @@ class Layer(nn.Module):
         y = self.inner(x).unflatten(-1, (-1, 2)).transpose(1, 2)
         y = F.scaled_dot_product_attention(y, y, y, is_causal=True)
         return self.reads(self, x + y.transpose(1, 2).flatten(2) * self.scale)
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of a mesh (dp=2, cp=2)."""
-    torch.manual_seed(0)
-    with fake_group(ranks=4):
-        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
 
 
 def captured(mesh, model, sharding=None, **options):
@@ -164,8 +158,7 @@ def test_what_cannot_be_sharded(mesh, make, given, text):
 
 def test_a_cut_through_the_ranks_of_a_sequence_is_refused():
     """Gradients would be averaged over some of its ranks only."""
-    with fake_group(ranks=4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "other"))
+    with fake_mesh(2, 2, names=("cp", "other")) as mesh:
         layer = cp.shard_parameters(Layer(), mesh, axes="other")
         whole = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
         with pytest.raises(InputError, match="needed all of these among"):

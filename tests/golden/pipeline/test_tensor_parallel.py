@@ -23,6 +23,7 @@ from cpcompile.torch_patches import dead_collectives
 from tests.golden.capture import capture, fake_group
 from tests.golden.golden_text import assert_golden, bare_calls, lines_with
 
+MESH_AXES = {"cp": 2, "tp": 2}
 HEADS = {"inner": ColwiseParallel(), "out": RowwiseParallel()}
 TOKENS = {
     "norm": SequenceParallel(),
@@ -59,14 +60,6 @@ WITH_EMBEDDING = {
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     **{f"layer.{name}": style for name, style in TOKENS.items()},
 }
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of a mesh (cp=2, tp=2)."""
-    torch.manual_seed(0)
-    with fake_group(ranks=4):
-        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
 
 
 def captured(mesh, middle=lambda x: x, **options):

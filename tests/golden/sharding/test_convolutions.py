@@ -11,7 +11,7 @@ from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden, lines_with
 from tests.support.forms.convolved_forms import FORMS, TWINS, Model
 
-MESH_RANKS = 2
+MESH_AXES = {"cp": 2}
 WORDS = ("conv", "pad", "slice")
 
 

@@ -7,7 +7,7 @@ from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden, table
 from tests.support.forms.normalised_forms import NORMS, WIDTH, Normalised
 
-MESH_RANKS = 3
+MESH_AXES = {"cp": 3}
 SHAPE = (2, 3, 28, 12)
 
 

@@ -7,7 +7,7 @@ from tests.golden.capture import sharded
 from tests.golden.golden_text import assert_golden, table
 from tests.support.forms.strided_forms import FORMS, TWINS, WIDTH, Model
 
-MESH_RANKS = 3
+MESH_AXES = {"cp": 3}
 
 
 def captured(mesh, name, tokens=36):

@@ -8,7 +8,7 @@ from tests.golden.capture import sharded
 from tests.golden.golden_text import assert_golden, table
 from tests.golden.operands import attend
 
-MESH_RANKS = 2
+MESH_AXES = {"cp": 2}
 in_three = pytest.mark.parametrize("mesh", [3], indirect=True)
 
 

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
 from cpcompile.errors import InputError, OptionError
 from cpcompile.frontend.local_view import local_cp
-from tests.golden.capture import fake_group
 
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Rank 1 of (dp=2, cp=2)."""
-    with fake_group(1, 4):
-        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+MESH_AXES = {"dp": 2, "cp": 2}
 
 
 class Block(nn.Module):

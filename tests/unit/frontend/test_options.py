@@ -1,15 +1,11 @@
 """Every option is checked by name and by type, and the text says how to fix it."""
 
-from collections.abc import Iterator
 from textwrap import fill
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile import config
 from cpcompile.cost.mixer_plan import MixerStrategy
@@ -18,13 +14,7 @@ from cpcompile.errors import OptionError
 from cpcompile.geometry.layout import Layout
 from cpcompile.options import GradSync, Options, parse_options
 
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Rank 1 of a mesh (cp=2) that exchanges nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    dist.destroy_process_group()
+MESH_AXES = {"cp": 2}
 
 
 def message(given):

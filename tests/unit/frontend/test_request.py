@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile import config
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_group, fake_mesh
 
 
 @pytest.fixture
@@ -101,8 +101,7 @@ def test_a_graph_of_sizes_only():
         torch._dynamo.graph_break()
         return y, 2 * length + 1
 
-    with fake_group(ranks=2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(2) as mesh:
         options = {"mesh": mesh, "inner": "aot_eager"}
         call = torch.compile(step, backend="cp", dynamic=True, options=options)
         assert [call(torch.randn(2, n))[1] for n in (8, 12, 10)] == [17, 25, 21]

@@ -1,24 +1,13 @@
 """What a user sees of q, k, v and masks that do not fit: torch's reason, or ours."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.golden.capture import fake_group
-
+MESH_AXES = {"cp": 4}
 sdpa = F.scaled_dot_product_attention
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """A mesh (cp=4) of a group that exchanges nothing."""
-    with fake_group(1, 4):
-        yield init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
 
 
 class Layer(nn.Module):

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_mesh
 
 
 class Attention(nn.Module):
@@ -23,8 +22,7 @@ class Attention(nn.Module):
 @pytest.fixture
 def results():
     """On rank 1 of a group that exchanges nothing."""
-    with fake_group(ranks=2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(2) as mesh:
         options = {"mesh": mesh, "shard": {"x": 2}, "inner": "aot_eager"}
         compiled = torch.compile(Attention(), backend="cp", options=options)
         yield compiled(torch.randn(1, 2, 8, 4))

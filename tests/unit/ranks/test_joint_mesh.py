@@ -1,20 +1,12 @@
 """The mesh of the sequence axis and another one, by meshes that were cut apart."""
 
-from collections.abc import Iterator
-
 import pytest
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile.errors import InputError
 from cpcompile.ranks.joint_mesh import joint_mesh
-from tests.golden.capture import fake_group
 
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Rank 0 of a mesh (cp=2, tp=2)."""
-    with fake_group(ranks=4):
-        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+MESH_AXES = {"cp": 2, "tp": 2}
 
 
 def test_axes_of_one_mesh(mesh):

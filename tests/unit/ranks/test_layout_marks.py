@@ -5,10 +5,9 @@ from textwrap import fill
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cpcompile as cp
@@ -20,7 +19,7 @@ from cpcompile.options import Options
 from cpcompile.passes.graph.context import GraphInput, InputKind
 from cpcompile.ranks import layout_marks
 from cpcompile.ranks.layout_marks import layout_of, layouts_in_use
-from tests.golden.capture import fake_group, warnings
+from tests.golden.capture import fake_mesh, warnings
 from tests.support.pairwise import in_pairs
 
 RANKS = 4
@@ -30,16 +29,8 @@ BALANCED = [Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD]
 @pytest.fixture(params=range(RANKS))
 def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
     """Each rank in turn of a mesh (cp=4) that exchanges nothing."""
-    with fake_group(request.param, RANKS):
-        yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[DeviceMesh]:
-    """A real group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-    dist.destroy_process_group()
+    with fake_mesh(RANKS, rank=request.param) as mesh:
+        yield mesh
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +52,7 @@ def test_every_rank_has_its_tokens(mesh, layout, length, dim):
 
 
 def test_on_one_of_two_axes():
-    with fake_group(1, RANKS):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    with fake_mesh(2, 2, names=("dp", "cp")) as mesh:
         y = cp.shard(torch.arange(8), mesh, 0, layout="zigzag")
         assert y.placements == (Replicate(), Shard(0))
         assert y.to_local().tolist() == [2, 3, 4, 5]

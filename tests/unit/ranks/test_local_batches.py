@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import cpcompile as cp
 from cpcompile.errors import InputError
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.local_batches import SequenceLayout, sequence_of
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_mesh
 
 RANKS = 4
 
@@ -21,14 +21,14 @@ RANKS = 4
 @pytest.fixture(params=range(RANKS))
 def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
     """Each rank in turn of a mesh (dp=1, cp=4) that exchanges nothing."""
-    with fake_group(request.param, RANKS):
-        yield init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "cp"))
+    with fake_mesh(1, RANKS, names=("dp", "cp"), rank=request.param) as mesh:
+        yield mesh
 
 
 @pytest.fixture
 def rank_1() -> Iterator[DeviceMesh]:
-    with fake_group(1, RANKS):
-        yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    with fake_mesh(RANKS) as mesh:
+        yield mesh
 
 
 @pytest.mark.parametrize("layout", Layout, ids=lambda each: each.value)
@@ -97,8 +97,7 @@ def test_a_recomputed_forward_has_the_batch_of_its_forward(rank_1) -> None:
 
 def test_nothing_is_known_of_a_new_group() -> None:
     for _ in range(2):
-        with fake_group(1, RANKS):
-            mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        with fake_mesh(RANKS) as mesh:
             assert sequence_of(torch.zeros(2), mesh.get_group()) is None
             cp.shard_batch(torch.zeros(1, 8), mesh)
 

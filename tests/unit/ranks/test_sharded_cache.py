@@ -4,21 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import cpcompile as cp
 from cpcompile.errors import InputError
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_mesh
 
+MESH_AXES = {"cp": 2}
 SHAPE = (1, 2, 5, 4)
-
-
-@pytest.fixture
-def mesh():
-    """Rank 1 of 2."""
-    with fake_group(ranks=2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 def layer(device="cpu", **changes):
@@ -72,7 +65,6 @@ def test_a_cache_is_sharded_once(mesh):
 
 
 def test_a_mesh_of_several_axes():
-    with fake_group(ranks=4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        with pytest.raises(InputError, match=r"the axes \('dp', 'cp'\); needed"):
-            cp.shard_cache(SimpleNamespace(layers=[layer()]), mesh)
+    refused = pytest.raises(InputError, match=r"the axes \('dp', 'cp'\); needed")
+    with fake_mesh(2, 2, names=("dp", "cp")) as mesh, refused:
+        cp.shard_cache(SimpleNamespace(layers=[layer()]), mesh)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile as cp
 from cpcompile.errors import InputError
@@ -21,6 +20,7 @@ from cpcompile.ranks.shardings import (
     local_range,
     placements_text,
 )
+from tests.golden.capture import fake_mesh
 
 RANKS = 4
 
@@ -28,26 +28,15 @@ RANKS = 4
 @pytest.fixture(params=range(RANKS))
 def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
     """Each rank in turn of a mesh (cp=4) that exchanges nothing."""
-    store = FakeStore()
-    dist.init_process_group("fake", store=store, rank=request.param, world_size=RANKS)
-    yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-    dist.destroy_process_group()
+    with fake_mesh(RANKS, rank=request.param) as mesh:
+        yield mesh
 
 
 @pytest.fixture
 def mesh_2d() -> Iterator[DeviceMesh]:
     """Rank 1 of a mesh (dp=2, cp=2)."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def one_rank() -> Iterator[DeviceMesh]:
-    """A real group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-    dist.destroy_process_group()
+    with fake_mesh(2, 2, names=("dp", "cp")) as mesh:
+        yield mesh
 
 
 def rejected(call, *args, **kwargs):

@@ -8,14 +8,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from cpcompile import backend
 from cpcompile.reporting.graph_report import recording
-from tests.golden.capture import fake_group
 
 IDS = torch.arange(8)[None]
+MESH_AXES = {"cp": 2}
 
 
 class Adapted(nn.Module):
@@ -41,10 +40,8 @@ class Adapted(nn.Module):
 
 
 @pytest.fixture
-def options():
-    with fake_group(ranks=2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        yield {"mesh": mesh, "inner": "aot_eager"}
+def options(mesh):
+    return {"mesh": mesh, "inner": "aot_eager"}
 
 
 def outcome(results, options) -> tuple[int, list[bool]]:

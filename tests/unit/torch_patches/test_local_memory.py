@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpcompile.torch_patches import local_memory
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_mesh
 from tests.support.bounds import ROUNDINGS
 from tests.support.memory_orders import in_memory_order
 
@@ -144,8 +144,7 @@ def test_a_part_is_copied_into_the_order_that_the_whole_has():
     call = aten.native_group_norm_backward.default
     want, *_ = call(grad, x, mean, rstd, None, *sizes, [True, False, False])
     turned = in_memory_order(grad, (0, 2, 1))  # called contiguous below
-    with fake_group(ranks=2):
-        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    with fake_mesh(2) as mesh:
         stated = [
             DTensor.from_local(
                 part, mesh, [Replicate()], shape=y.shape, stride=y.stride()
@@ -168,15 +167,17 @@ def test_a_result_lies_as_the_kernel_makes_it():
     turned = in_memory_order(grad, (0, 2, 1))
     rest = (None, *sizes, [True, False, False])
     made = call(turned.contiguous(), x, mean, rstd, *rest)[0].stride()
-    with fake_group(ranks=2):
-        mesh = torch.distributed.init_device_mesh("cpu", (2,))
-        with FakeTensorMode() as mode, local_memory.copied_if_need_be():
-            given = [
-                DTensor.from_local(
-                    mode.from_tensor(y), mesh, [Replicate()], run_check=False
-                )
-                for y in (turned, x, mean, rstd)
-            ]
-            assert given[0].stride() == turned.stride() != made
-            traced = call(*given, *rest)[0]
+    with (
+        fake_mesh(2) as mesh,
+        FakeTensorMode() as mode,
+        local_memory.copied_if_need_be(),
+    ):
+        given = [
+            DTensor.from_local(
+                mode.from_tensor(y), mesh, [Replicate()], run_check=False
+            )
+            for y in (turned, x, mean, rstd)
+        ]
+        assert given[0].stride() == turned.stride() != made
+        traced = call(*given, *rest)[0]
     assert traced.stride() == traced.to_local().stride() == made

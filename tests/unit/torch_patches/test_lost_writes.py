@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cpcompile.torch_patches.lost_writes import LostWriteError, LostWrites
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_mesh
 
 LOST = {
     "slice": lambda x: x[3:9].copy_(torch.ones(6, 4)),
@@ -34,8 +34,7 @@ def assign(x, index, value):
 
 @pytest.fixture(params=["real", "fake"])
 def sharded(request):
-    with fake_group(ranks=2):
-        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    with fake_mesh(2) as mesh:
         if request.param == "real":
             yield DTensor.from_local(torch.ones(8, 4), mesh, [Shard(0)])
             return

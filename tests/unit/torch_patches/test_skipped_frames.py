@@ -7,15 +7,14 @@ import torch
 import torch._dynamo
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
 from cpcompile import logs
 from cpcompile.errors import InputError, RecompileLimitError
-from tests.golden.capture import fake_group
 
 X = torch.randn(1, 8, 4)
+MESH_AXES = {"cp": 2}
 
 
 class Attention(nn.Module):
@@ -30,10 +29,8 @@ class Attention(nn.Module):
 
 
 @pytest.fixture
-def options():
-    with fake_group(ranks=2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        yield {"mesh": mesh, "shard": {"x": 1}, "inner": "aot_eager"}
+def options(mesh):
+    return {"mesh": mesh, "shard": {"x": 1}, "inner": "aot_eager"}
 
 
 def whole(options):

@@ -5,15 +5,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from cpcompile import backend
 from cpcompile.reporting.graph_report import recording
 from cpcompile.torch_patches import graph_breaks
-from tests.golden.capture import fake_group
 
 X = torch.randn(1, 8, 4)
+MESH_AXES = {"cp": 2}
 
 
 class Block(nn.Module):
@@ -41,10 +40,8 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def options():
-    with fake_group(ranks=2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        yield {"mesh": mesh, "inner": "aot_eager"}
+def options(mesh):
+    return {"mesh": mesh, "inner": "aot_eager"}
 
 
 def calls_per_graph(compiled):

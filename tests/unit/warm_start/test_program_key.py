@@ -30,7 +30,7 @@ from cpcompile.passes.graph.constant_arguments import (
 )
 from cpcompile.passes.model.mutation.local_writes import ViewStep
 from cpcompile.passes.placement.placement_calls import cp_replicated
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_group, fake_mesh
 
 
 class Model(nn.Module):
@@ -154,8 +154,7 @@ def test_what_a_call_holds_counts(one, other) -> None:
 
 
 def test_meshes_of_one_shape_have_other_groups() -> None:
-    with fake_group(0, 4):
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    with fake_mesh(4, rank=0) as mesh:
         group = dist.new_group()
         other = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
         assert mesh == other, "torch takes them for equal"
