@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +53,31 @@ TWO_AXES = [
 ]
 
 
+class RankCase:
+    """A call on `world` ranks, of which `ulysses` and `inner` make a hybrid."""
+
+    world: int
+    ulysses: int
+    inner: str
+
+    @property
+    def degrees(self) -> CPDegrees:
+        """The factors of a hybrid: `ulysses` ranks, or all if these do not divide."""
+        ulysses = self.ulysses if self.world % self.ulysses == 0 else self.world
+        return CPDegrees(ulysses, self.world // ulysses, self.inner)
+
+    def __str__(self) -> str:
+        """The fields that differ from their defaults, as an id for pytest."""
+        changed = [
+            f"{field.name}={getattr(self, field.name)}".replace("torch.", "")
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return ",".join(changed) or "defaults"
+
+
 @dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(RankCase):
     """One attention call: who computes it (`entry`, `strategy`), where, and on what.
 
     entry is "operator" (torch.ops.cp.*) or "eager" (F.scaled_dot_product_attention).
@@ -84,21 +108,6 @@ class AttentionCase:
     def token_layout(self, length: int) -> TokenLayout:
         """Which of so many tokens lie on which rank."""
         return TokenLayout.of(self.layout, length, self.world)
-
-    @property
-    def degrees(self) -> CPDegrees:
-        """The factors of a hybrid: `ulysses` ranks, or all if these do not divide."""
-        ulysses = self.ulysses if self.world % self.ulysses == 0 else self.world
-        return CPDegrees(ulysses, self.world // ulysses, self.inner)
-
-    def __str__(self) -> str:
-        """The fields that differ from their defaults, as an id for pytest."""
-        changed = [
-            f"{field.name}={getattr(self, field.name)}".replace("torch.", "")
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return ",".join(changed) or "defaults"
 
 
 @dataclass(frozen=True)
@@ -286,3 +295,9 @@ def grid(inner: str) -> DeviceMesh:
 def sequence_mesh(world: int) -> DeviceMesh:
     """All ranks as one mesh axis "cp"; one mesh per process is enough."""
     return init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+
+
+def compiled_on(world: int, model: Any, **options: Any) -> Any:
+    """What backend "cp" makes of a model, in eager unless `inner` says otherwise."""
+    given = {"mesh": sequence_mesh(world), "inner": "aot_eager", **options}
+    return torch.compile(model, backend="cp", options=given)

@@ -6,7 +6,7 @@ Note [Derived tolerances] in attention_cases.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile.geometry.blocks import Block
-from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.mask_cache import put_mask
 from cpcompile.ops.attention_spec import MASK_FIELDS
@@ -25,6 +24,7 @@ from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import (
     AttentionCase,
+    RankCase,
     make_inputs,
     sequence_mesh,
     tolerance,
@@ -36,7 +36,7 @@ from tests.support.position_biases import of_pairs
 
 
 @dataclass(frozen=True)
-class MaskedCase:
+class MaskedCase(RankCase):
     """One attention call under the mask of a name in MASKS, or of "none"."""
 
     mask: str = "window"
@@ -55,21 +55,6 @@ class MaskedCase:
     softcap: float = 0.0
     dropout_p: float = 0.0
     head_groups: int = 1
-
-    def __str__(self) -> str:
-        """The fields that differ from their defaults, as an id for pytest."""
-        changed = [
-            f"{field.name}={getattr(self, field.name)}".replace("torch.", "")
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return ",".join(changed) or "defaults"
-
-    @property
-    def degrees(self) -> CPDegrees:
-        """The factors of a hybrid."""
-        ulysses = self.ulysses if self.world % self.ulysses == 0 else self.world
-        return CPDegrees(ulysses, self.world // ulysses, self.inner)
 
     def groups(self, mesh: DeviceMesh, axis: int = 0) -> tuple[str | bool, ...]:
         """Which groups the operator works on, where `axis` has the sequence."""

@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from cpcompile import config
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 
 # Seconds in which a difference has to be known, on a busy machine too; a message of the
 # group would be waited for 60 s.
@@ -32,8 +32,7 @@ class Model(nn.Module):
 def compiled(model, ranks=2, check_ranks="auto", **options):
     """The model, which is called under the setting, and its float input."""
     torch._dynamo.reset()
-    options = {"mesh": sequence_mesh(ranks), "inner": "aot_eager", **options}
-    step = torch.compile(model, backend="cp", options=options)
+    step = compiled_on(ranks, model, **options)
 
     def call(*args):
         with config.patch(check_ranks=check_ranks):

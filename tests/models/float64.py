@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.support.bounds import default_dtype
+
 
 class _Float64(TorchFunctionMode):
     """Whatever is brought to float32 is brought to float64."""
@@ -30,12 +32,7 @@ def in_float64(model: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a call of a model that is in float64, so that all of it is."""
 
     def step(**inputs: Any) -> Any:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            with _Float64():
-                return model(**inputs)
-        finally:
-            torch.set_default_dtype(before)
+        with default_dtype(torch.float64), _Float64():
+            return model(**inputs)
 
     return step

@@ -19,9 +19,10 @@ from cpcompile.accounting.graph_account import (
     Purpose,
 )
 from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.models.families.diffusion import HEADS, model
 from tests.models.torchvision_schemas import define_schemas
+from tests.support.bounds import default_dtype
 
 TEXT, WIDE, POOLED = 24, 48, 40
 PATCHED = HEADS | {"in_channels": 4, "out_channels": 4}
@@ -92,18 +93,14 @@ def run(name: str) -> list[Exchange]:
     define_schemas()
     torch._dynamo.reset()
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         made = functools.partial(model, *MODELS[name][:2])
         net, given = made(), MODELS[name][2]()
         alone = copy.deepcopy(net)
-        options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
-        compiled = torch.compile(net, backend="cp", options=options)
+        compiled = compiled_on(2, net)
         with recording() as reports:
             got = step(compiled, net, given)
         wanted = step(alone, alone, given)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert got.keys() == wanted.keys()
     for key, x in wanted.items():
         # Some embed times and positions in float32, whatever the parameters are.

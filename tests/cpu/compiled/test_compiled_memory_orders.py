@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from tests.cpu.against_one_process import run
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import Values, check, deviations, in_one_process
 
@@ -144,8 +144,9 @@ def test_a_neighbour_changes_nothing(name, strategy, setting):
     """In float32, whose kernels are others than those of float64."""
     torch._dynamo.reset()
     model, x = PROGRAMS[name](), torch.randn(BATCH, LENGTH, WIDTH)
-    options = {"mesh": sequence_mesh(dist.get_world_size()), "strategy": strategy}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(
+        dist.get_world_size(), model, inner="inductor", strategy=strategy
+    )
 
     def step(alone: nn.Module) -> Values:
         given = x.to(alone.qkv[0].weight.dtype).requires_grad_()

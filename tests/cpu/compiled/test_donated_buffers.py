@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations, in_one_process
 
@@ -52,6 +52,5 @@ def test_no_operand_of_a_function_is_written_into() -> None:
     torch.manual_seed(0)
     model, x = Model().double(), torch.randn(TOKENS, 3, WIDTH).double()
     want = in_one_process(lambda alone: gradients(alone, alone, x), model)
-    options = {"mesh": sequence_mesh(2), "strategy": "ring"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(2, model, inner="inductor", strategy="ring")
     check(deviations(gradients(model, compiled, x), *want))

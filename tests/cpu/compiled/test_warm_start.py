@@ -25,7 +25,7 @@ from torch._inductor.utils import fresh_cache
 from torch.compiler._cache import CacheArtifactManager
 
 from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
 from tests.cpu.length_cases import check as check_lengths
 from tests.cpu.length_cases import run as run_lengths
 from tests.cpu.on_ranks import on_ranks
@@ -213,8 +213,7 @@ def test_what_has_no_text_is_compiled_again() -> None:
         counters.clear()
         for _ in range(2):
             torch._dynamo.reset()
-            options = {"mesh": sequence_mesh(2), "shard": {"x": 2}}
-            compiled = torch.compile(Opaque(), backend="cp", options=options)
+            compiled = compiled_on(2, Opaque(), inner="inductor", shard={"x": 2})
             compiled(torch.ones(1, 2, 64, 8))
     found = counters["aot_autograd"]
     counted = (found["autograd_cache_hit"], found["autograd_cache_saved"])

@@ -11,7 +11,7 @@ from torch._dynamo import compiled_autograd
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.cpu.against_one_process import warnings
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
 from tests.cpu.composition.training import batches, loss_of, new_gpt
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations, gradients
@@ -53,8 +53,7 @@ def test_compiled_autograd_around_a_part(compiled_too: bool) -> None:
     """Only the backward runs under compiled autograd, compiled by another backend."""
     torch._dynamo.reset()
     model = new_gpt()
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(2, model)
     tokens, labels = next(batches(TOKENS))
     enabled = compiled_autograd._enable(torch.compile(backend="aot_eager"))
     with enabled if compiled_too else nullcontext():
@@ -70,8 +69,7 @@ def test_a_first_call_under_a_dispatch_mode_is_warned_of() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = new_gpt()
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(2, model)
     tokens, labels = next(batches(TOKENS))
     with warnings() as texts, CommDebugMode():
         compiled(tokens)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cpu.against_one_process import run
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations
 from tests.support.forms.convolved_forms import FORMS, TWINS, Model
@@ -38,8 +38,7 @@ def test_forms(name, ranks, length, options):
     model = Model(name).double()
     tokens = torch.randint(23, (2, length), generator=torch.Generator().manual_seed(0))
     exact = run(model, tokens, model)
-    given = {"mesh": sequence_mesh(ranks), "inner": "aot_eager"} | options
-    compiled = torch.compile(model, backend="cp", options=given)
+    compiled = compiled_on(ranks, model, **options)
     check(deviations(run(compiled, tokens, model), exact))
     with torch.profiler.profile() as profile:
         compiled(tokens)

@@ -22,6 +22,7 @@ from cpcompile import config
 from cpcompile.ranks.layout_marks import is_marked
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
+from tests.support.bounds import default_dtype
 from tests.support.settings import split
 
 WORDS, CHANNELS = 96, 16
@@ -80,9 +81,8 @@ def step(call: Any, model: nn.Module, ids: Tensor, uses: str) -> dict[str, Tenso
 def run(kind: str, tokens: int, options: dict[str, Any]) -> list[dict[str, Any]]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
     steps = []
-    try:
+    with default_dtype(torch.float64):
         model, ids = Model(kind), torch.randint(WORDS, (2, tokens))
         mesh = sequence_mesh(torch.distributed.get_world_size())
         options, settings = split({"mesh": mesh, "inner": "aot_eager", **options})
@@ -91,14 +91,10 @@ def run(kind: str, tokens: int, options: dict[str, Any]) -> list[dict[str, Any]]
             for uses in ("loss", "both", "logits"):
                 got, kinds = step(compiled, model, ids, uses), type(compiled(ids)[-1])
                 wanted = step(model, model, ids, uses)
-                assert got.keys() == wanted.keys()
-                for name, x in wanted.items():
-                    assert_close(got[name], x, rtol=1e-9, atol=1e-10)
+                assert_close(got, wanted, rtol=1e-9, atol=1e-10)
                 steps.append(kinds)
         with torch.no_grad():
             assert_close(plain(compiled(ids)[-1]), model(ids)[-1])
-    finally:
-        torch.set_default_dtype(torch.float32)
     tiles = [tile for report in reports for tile in report.tiles]
     later = sorted({name for report in reports for name in report.later})
     return {"types": steps, "tiles": tiles, "later": later}
@@ -154,8 +150,7 @@ class OfHidden(Model):
 
 def given_laid_out() -> list[str]:
     torch._dynamo.reset()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         torch.manual_seed(0)
         model, x = OfHidden("plain"), torch.randn(2, 40, CHANNELS)
         wanted = step(model, model, x, "logits")
@@ -165,10 +160,7 @@ def given_laid_out() -> list[str]:
             compiled = torch.compile(model, backend="cp", options=options)
             got = step(compiled, model, given, "logits")
             assert is_marked(compiled(given)[1]), "its layout is known to be natural"
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for name, y in wanted.items():
-        assert_close(got[name], y, rtol=1e-9, atol=1e-10)
+    assert_close(got, wanted, rtol=1e-9, atol=1e-10)
     return [name for report in reports for name in report.later]
 
 
@@ -181,8 +173,7 @@ def test_results_of_inputs_in_a_layout_are_in_natural_order(pools):
 def under_ddp() -> list[str]:
     """DDP averages gradients afterwards, also those that come from the logits."""
     torch._dynamo.reset()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         torch.manual_seed(0)
         model, ids = Model("plain"), torch.randint(WORDS, (2, 96))
         model.scale.requires_grad_(False)  # it is not used
@@ -194,11 +185,7 @@ def under_ddp() -> list[str]:
         with settings, config.patch(tile_least_megabytes=1e-3), recording() as reports:
             compiled = torch.compile(averaged, backend="cp", options=options)
             got = step(compiled, model, ids, "both")
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert got.keys() == wanted.keys()
-    for name, x in wanted.items():
-        assert_close(got[name], x, rtol=1e-9, atol=1e-10)
+    assert_close(got, wanted, rtol=1e-9, atol=1e-10)
     return [name for report in reports for name in report.later]
 
 

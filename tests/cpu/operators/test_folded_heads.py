@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from cpcompile.ops.comm import communication
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 
 SEQ, HEADS, COPIES = 36, 6, 3
@@ -73,9 +73,7 @@ def test_what_is_sent_shrinks_with_the_copies(strategy):
 
         heads = (HEADS, HEADS // COPIES, HEADS // COPIES)
         inputs = [torch.randn(2, n, SEQ, 8).requires_grad_() for n in heads]
-        options = {"mesh": sequence_mesh(2), "shard": {"q": 2, "k": 2, "v": 2}}
-        options |= {"inner": "aot_eager", "strategy": strategy}
-        step = torch.compile(attend, backend="cp", options=options)
+        step = compiled_on(2, attend, shard={"q": 2, "k": 2, "v": 2}, strategy=strategy)
         sent: list[int] = []
         with counted_elements(sent):
             step(*inputs).square().sum().backward()

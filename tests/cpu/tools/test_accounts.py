@@ -8,48 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 import cpcompile as cp
 from cpcompile.accounting.graph_account import Exchange, Kind, Purpose
 from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
 from tests.models.setting import Setting
 from tests.models.steps import make_model, run_steps
 from tests.models.zoo import CASES
 from tests.support.forms import convolved_forms
+from tests.support.one_attention import Model, mean_loss, sliced
 from tests.support.profiled_messages import Messages, differences
 
 VOCABULARY = 64
-
-
-class Model(nn.Module):
-    """An embedding, one attention and a head; `loss` reads the logits."""
-
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], heads: int = 4):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 8 * heads)
-        self.qkv = nn.Linear(8 * heads, 24 * heads)
-        self.head = nn.Linear(8 * heads, VOCABULARY)
-        self.loss = loss
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        qkv = self.qkv(x).unflatten(-1, (-1, 8)).transpose(1, 2)
-        y = F.scaled_dot_product_attention(*qkv.chunk(3, dim=1), is_causal=True)
-        return self.loss(self.head(x + y.transpose(1, 2).flatten(2)), tokens)
-
-
-def mean_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def sliced(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Gathers all logits for an index of most tokens."""
-    log_p = logits[:, tokens[0, 1:].argsort()].log_softmax(-1)
-    return log_p.gather(2, tokens[:, 1:, None]).squeeze(2).sum()
 
 
 def rolled(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -98,8 +70,7 @@ def run(name: str, length: int, ranks: int, options: dict[str, Any]) -> Counted:
     torch.manual_seed(0)
     model = Model(LOSSES[name])
     tokens = torch.randint(VOCABULARY, (2, length))
-    given = {"mesh": sequence_mesh(ranks), "inner": "aot_eager", **options}
-    compiled = torch.compile(model, backend="cp", options=given)
+    compiled = compiled_on(ranks, model, **options)
     return counted(lambda: compiled(tokens).backward(), ranks)
 
 
@@ -146,8 +117,7 @@ def run_convolved(name: str, ranks: int) -> Counted:
     torch._dynamo.reset()
     model = convolved_forms.Model(name)
     tokens = torch.randint(23, (2, 20))
-    options = {"mesh": sequence_mesh(ranks), "inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(ranks, model)
     return counted(lambda: compiled(tokens).square().mean().backward(), ranks)
 
 
@@ -178,8 +148,7 @@ def run_explained(length: int) -> tuple[str, dict[str, Any]]:
     """The text and the data of an explanation."""
     torch._dynamo.reset()
     model, tokens = Model(sliced), torch.randint(VOCABULARY, (2, length))
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "ring"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(2, model, strategy="ring")
     explanation = cp.explain(compiled, tokens)
     return str(explanation), explanation.exchanges
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cpcompile as cp
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.verification.models import make_inputs, make_model
 
 MESSAGE = "keys and values of the {} of ring attention, step 0"
@@ -19,8 +19,7 @@ def train(path, steps):
     model = make_model()
     if path is None:
         torch._dynamo.reset()  # or the program that records would run
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "ring"}
-    step = torch.compile(model, backend="cp", options=options)
+    step = compiled_on(2, model, strategy="ring")
     with cp.config.patch(hardware="cpu", profile=path):
         for _ in range(steps):
             step(**make_inputs())["loss"].backward()

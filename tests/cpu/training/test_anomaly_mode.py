@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from tests.cpu.against_one_process import compare
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 
 
@@ -43,8 +43,7 @@ def run_to_nan(compiled: bool) -> str:
     torch._dynamo.reset()
     model, x = Roots(), torch.randn(2, 16, 8, requires_grad=True)
     if compiled:
-        options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
-        model = torch.compile(model, backend="cp", options=options)
+        model = compiled_on(2, model)
     with torch.autograd.detect_anomaly():
         try:
             model(x).sum().backward()

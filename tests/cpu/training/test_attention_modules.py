@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import Comparison, compare, compare_calls
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.attention_modules import (
     HEADS,
     MASKED,
@@ -88,9 +88,7 @@ def test_modules_in_evaluation(name, seq):
     torch._dynamo.reset()
     model = Step(ALL[name]).double().eval()
     x = torch.randn(2, seq, WIDTH, dtype=torch.float64)
-    options = {"mesh": sequence_mesh(2), "shard": {"x": 1}, "inner": "aot_eager"}
-    options |= {"strict": name in MODULES}
-    step = torch.compile(model, backend="cp", options=options)
+    step = compiled_on(2, model, shard={"x": 1}, strict=name in MODULES)
     with torch.no_grad(), recording() as reports:
         got = pytree.tree_leaves(step(x, x))
         wanted = pytree.tree_leaves(torch.compile(model, backend="eager")(x, x))

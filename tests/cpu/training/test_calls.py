@@ -14,7 +14,7 @@ from torch.distributed.tensor import (
 
 import cpcompile as cp
 from tests.cpu.against_one_process import compare_calls
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.programs import Base, Breaks
 from tests.support.bounds import (
@@ -53,9 +53,7 @@ def test_gradients_may_stay_local():
     torch.manual_seed(0)
     model, tokens = Breaks(), torch.randint(0, 50, (2, 16))
     values = reference(model, tokens)
-    options = {"mesh": sequence_mesh(2), "shard": {"tokens": 1}}
-    options |= {"inner": "aot_eager", "grad_sync": "none"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(2, model, shard={"tokens": 1}, grad_sync="none")
     got = step(compiled, model, tokens)
     for name, x in got.items():
         if name != "loss":
@@ -89,9 +87,7 @@ def run_inference() -> list[Deviation]:
     torch.manual_seed(0)
     model = Base().eval()
     tokens = torch.randint(0, 50, (2, 17))
-    options = {"mesh": sequence_mesh(2), "shard": {"tokens": 1}}
-    options |= {"inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(2, model, shard={"tokens": 1})
     values = loss_alone(model, tokens)
     with torch.no_grad():
         found = deviations({"loss": compiled(tokens)}, *values)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from cpcompile.accounting.graph_account import Kind
 from tests.cpu.against_one_process import compare, run
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations
 from tests.support.grids import MODULES, WIDTH, Attention, Windows
@@ -70,8 +70,7 @@ def test_a_layer_whose_weights_require_no_gradient(frozen):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = ChannelsFirst().double(), torch.randn(2, 48, WIDTH, dtype=torch.float64)
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "shard": {"x": 1}}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(2, model, shard={"x": 1})
     if frozen:
         model.linear.requires_grad_(False)
     with torch.set_grad_enabled(frozen):

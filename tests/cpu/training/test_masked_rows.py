@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.cpu.against_one_process import compare
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
 
@@ -273,8 +273,7 @@ def test_another_number_of_rows_is_an_error_on_every_rank(extra):
     torch._dynamo.reset()
     model = Rows(assigned, 16)
     model.rows = nn.Parameter(torch.randn(model.rows.shape[0] + extra, WIDTH))
-    options = {"inner": "aot_eager", "mesh": sequence_mesh(2)}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(2, model)
     text = message_of(lambda: compiled(torch.randn(BATCH, 16, WIDTH)))
     assert "RuntimeError" in text and "a mask is True at 13 entries, and" in text
     assert "x[m.mask] = rows" in text or "test_masked_rows.py" in text

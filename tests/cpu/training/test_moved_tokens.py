@@ -21,8 +21,9 @@ from cpcompile import config, logs
 from cpcompile.accounting.graph_account import Kind
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import warnings
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
 from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import default_dtype
 from tests.support.moved_programs import (
     CHANNELS,
     EXCHANGED,
@@ -35,13 +36,6 @@ from tests.support.profiled_messages import Messages, differences
 
 WRITTEN = ("tokens written by row", "deeper tokens", "added tokens")
 FEW = 24  # tokens that a rank receives in all exchanges together
-
-
-def near(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Compare in float64; some gradients are 0 but for rounding."""
-    assert got.keys() == wanted.keys()
-    for name, x in wanted.items():
-        assert_close(got[name], x, rtol=1e-9, atol=1e-10, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
 def step(call: Any, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
@@ -59,8 +53,7 @@ def run(
     torch._dynamo.reset()
     logs.warn_once.cache_clear()
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         model, ids = make(name)(), ids_of(batch, tokens)
         if checkpoints:
             attend = model.attend
@@ -75,10 +68,8 @@ def run(
             got = step(compiled, model, ids)
         with Messages(world, mesh.get_rank()) as messages:
             step(compiled, model, ids)
-    finally:
-        torch.set_default_dtype(torch.float32)
     accounts = [account for report in reports for account in report.accounts]
-    near(got, wanted)
+    assert_close(got, wanted, rtol=1e-9, atol=1e-10)
     return {
         "warnings": texts,
         "gathers": messages.counts[Kind.ALL_GATHER],
@@ -155,17 +146,13 @@ def test_one_program_serves_many_lengths(name):
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         model = make(name)()
-        options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
-        compiled = torch.compile(model, backend="cp", options=options)
+        compiled = compiled_on(2, model)
         for tokens in (48, 64, 96, 200, 132):
             ids = ids_of(2, tokens)
             got = step(compiled, model, ids)
-            near(got, step(model, model, ids))
-    finally:
-        torch.set_default_dtype(torch.float32)
+            assert_close(got, step(model, model, ids), rtol=1e-9, atol=1e-10)
     graphs = counters["stats"]["unique_graphs"]
     if name == "middle token":
         assert graphs == 5  # which token that is, is not proved for all lengths
@@ -226,8 +213,7 @@ def test_a_position_that_is_not_there_raises_as_in_torch():
 
 @on_ranks(2)
 def test_explain_lists_what_neighbours_lend():
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "ring"}
-    compiled = torch.compile(make("difference")(), backend="cp", options=options)
+    compiled = compiled_on(2, make("difference")(), strategy="ring")
     explanation = cp.explain(compiled, ids_of(1, 96))
     (graph,) = explanation.graphs
     rows = [

@@ -15,7 +15,7 @@ from cpcompile import logs
 from cpcompile.accounting.graph_account import Account, GraphAccount, Purpose
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import warnings
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.models.torchvision_schemas import define_schemas
 from tests.support.bounds import Deviation, check, deviations, in_one_process, step
@@ -68,8 +68,7 @@ def run(
     if change == "checkpoint":
         model.policy.gradient_checkpointing_enable({"use_reentrant": False})
     model.train().to(dtype)
-    options = {"mesh": sequence_mesh(world), "inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(world, model)
     generator = torch.Generator().manual_seed(1)
     found: list[Deviation] = []
     accounts, logits = [], []

@@ -7,7 +7,7 @@ import torch
 
 from cpcompile.accounting.graph_account import Kind, Purpose
 from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.golden.sharding.test_times_of_tokens import Times
 from tests.support.bounds import check, deviations
@@ -44,8 +44,7 @@ def test_no_times_are_gathered(lengths, layout, is_flat, ranks):
     torch.manual_seed(0)
     model = Times(is_flat).double()
     wanted = steps(model, model, lengths)
-    options = {"mesh": sequence_mesh(ranks), "inner": "aot_eager", "shard": {"x": 1}}
-    compiled = torch.compile(model, backend="cp", options=options | {"layout": layout})
+    compiled = compiled_on(ranks, model, shard={"x": 1}, layout=layout)
     with recording() as reports:
         got = steps(compiled, model, lengths)
     accounts = [account for report in reports for account in report.accounts]

@@ -11,7 +11,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from cpcompile import config
 from tests.cpu.against_one_process import compare, compare_calls
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.programs import WIDTH, attend
 from tests.support.writes import program
@@ -240,8 +240,7 @@ def test_writes_stay_where_other_results_are_not_made():
         model, x = make().double(), torch.randn(2, 8, WIDTH, dtype=torch.float64)
         call = model
         if settings is not None:
-            options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
-            call = torch.compile(model, backend="cp", options=options)
+            call = compiled_on(2, model)
         with config.patch(settings or {}):
             result = call(x)["result"]
         result.square().sum().backward()
@@ -274,8 +273,7 @@ def test_a_parameter_that_the_model_writes(seq):
     torch._dynamo.reset()
     model = WritesParameters().double()
     alone = copy.deepcopy(model)
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(2, model)
     for call, module in ((compiled, model), (alone, alone)):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         for number in range(3):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import cpcompile as cp
@@ -23,39 +21,15 @@ from cpcompile.accounting.graph_account import (
 )
 from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.graph_report import recording
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_mesh
+from tests.support import one_attention
+from tests.support.one_attention import HEADS, WIDTH, Model, mean_loss, sliced
 
-RANKS, BATCH, HEADS, WIDTH = 4, 2, 4, 32
-
-
-class Model(nn.Module):
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], vocabulary: int = 64):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.head = nn.Linear(WIDTH, vocabulary)
-        self.loss = loss
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        qkv = self.qkv(x).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
-        y = F.scaled_dot_product_attention(*qkv.chunk(3, dim=1), is_causal=True)
-        return self.loss(self.head(x + y.transpose(1, 2).flatten(2)), tokens)
-
-
-def mean_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def sliced_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Gathers all logits for an index; the backward of the head is of all tokens."""
-    log_p = logits[:, tokens[0, 1:].argsort()].log_softmax(-1)
-    return log_p.gather(2, tokens[:, 1:, None]).squeeze(2).sum()
+RANKS, BATCH = 4, 2
 
 
 def accounts(model: nn.Module, tokens: Tensor, **options) -> tuple[GraphAccount, ...]:
-    with fake_group(rank=1, ranks=RANKS), recording() as reports:
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    with fake_mesh(RANKS) as mesh, recording() as reports:
         given = {"mesh": mesh, "inner": "aot_eager", **options}
         torch.compile(model, backend="cp", options=given)(tokens)
     (report,) = reports
@@ -171,7 +145,7 @@ def test_calls_without_gradients_count_once() -> None:
 
 def test_repeated_work_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Gathered logits have every rank run the backward of the head on all tokens."""
-    model, tokens = Model(sliced_loss), torch.randint(64, (BATCH, 32))
+    model, tokens = Model(sliced), torch.randint(64, (BATCH, 32))
     wanted = of_one_device(model, tokens)
     forward, backward = accounts(model, tokens, strategy="ring", layout="contiguous")
     assert forward.work.ratio == pytest.approx(1.0)
@@ -180,20 +154,20 @@ def test_repeated_work_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert backward.work.whole_flops == pytest.approx(whole)
     assert backward.work.ratio == pytest.approx((whole + (RANKS - 1) * head) / whole)
     (line,) = backward.work.repeated
-    assert line.what == "head" and line.line.file == __file__
+    assert line.what == "head" and line.line.file == one_attention.__file__
     assert line.repeated_flops(RANKS) == pytest.approx((RANKS - 1) * head)
     assert Account((forward, backward)).work().ratio > 1.2
     values = [x for x in forward.exchanges if x.purpose is Purpose.VALUE]
-    assert (values[0].kind, values[0].line.function) == (Kind.ALL_GATHER, "sliced_loss")
+    assert (values[0].kind, values[0].line.function) == (Kind.ALL_GATHER, "sliced")
     assert not warnings(caplog)  # it is less than 1 MiB
 
 
 def test_one_warning_names_each_line(caplog: pytest.LogCaptureFixture) -> None:
-    model, tokens = Model(sliced_loss, 2048), torch.randint(64, (BATCH, 256))
+    model, tokens = Model(sliced, 2048), torch.randint(64, (BATCH, 256))
     accounts(model, tokens, strategy="ring", layout="contiguous")
     (text,) = warnings(caplog)
     assert text.startswith("forward: the 4 ranks together do ")
-    assert text.count(f"{__file__}:") == 2, text
+    assert text.count(f"{one_attention.__file__}:") == 2, text
     assert text.count("work is done again") == 1 and text.count("gathers ") == 2
     assert "labels of -100" in text
 
@@ -205,9 +179,8 @@ def test_no_warning_where_work_is_shared_out(caplog: pytest.LogCaptureFixture) -
 
 
 def test_explanation_has_the_ratio() -> None:
-    model, tokens = Model(sliced_loss), torch.randint(64, (BATCH, 32))
-    with fake_group(rank=1, ranks=RANKS):
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    model, tokens = Model(sliced), torch.randint(64, (BATCH, 32))
+    with fake_mesh(RANKS) as mesh:
         options = {"mesh": mesh, "inner": "aot_eager"}
         step = torch.compile(model, backend="cp", options=options)
         explanation: Explanation = cp.explain(step, tokens)
