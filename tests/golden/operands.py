@@ -7,8 +7,15 @@ sdpa = F.scaled_dot_product_attention
 QKV = {"q": 2, "k": 2, "v": 2}  # what to shard, in functions of q, k and v
 
 
-def make_qkv(*shape):
-    return tuple(torch.randn(shape) for _ in range(3))
+def make_qkv(*shape, kv_heads=None):
+    kv_shape = list(shape)
+    if kv_heads is not None:
+        kv_shape[1] = kv_heads
+    return torch.randn(shape), torch.randn(kv_shape), torch.randn(kv_shape)
+
+
+def causal(q, k, v):
+    return sdpa(q, k, v, is_causal=True)
 
 
 def heads(x, count=4):

@@ -1,4 +1,4 @@
-"""Gradients that are summed in the graph travel in buckets, not one by one."""
+"""Gradients that the graph sums travel in buckets, and little else is sent."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile import config
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
 from tests.cpu.composition.training import GPT
 from tests.cpu.on_ranks import on_ranks
+from tests.cpu.programs import ModuleEncoder, SequenceFirst
 from tests.support.bounds import check, deviations, in_one_process, step
 
 MEGABYTE = 2**20
@@ -55,3 +56,24 @@ def test_gradients_travel_in_buckets(megabytes: float, length: int) -> None:
     else:
         # The head's is complete: logits are gathered where the last is cut off.
         assert count == len(list(GPT().parameters())) - 1, sent
+
+
+@pytest.mark.parametrize("make", [ModuleEncoder, SequenceFirst])
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("tokens", [16, 17])
+@on_ranks(2, timeout=240)
+def test_nothing_is_gathered(tokens, inner, make):
+    """Sums of the loss and of gradients are all that is sent besides attention."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, ids = make(), torch.randint(0, 50, (2, tokens))
+    values = in_one_process(lambda alone: step(alone, alone, ids), model)
+    call = compiled_on(2, model, inner=inner, strategy="ring")
+    found = deviations(step(call, model, ids), *values)
+    with torch.profiler.profile() as profile:
+        call(ids).backward()
+    names = (e.name for e in profile.events() if "c10d_functional::" in e.name)
+    sent = Counter(name.split("::")[1] for name in names)
+    check(found)
+    assert sent["all_reduce"] + sent["all_reduce_"] > 0
+    assert sent["all_gather_into_tensor"] == 0, sent

@@ -1,14 +1,26 @@
-"""Models that write their attention out equal one process, and share it out."""
+"""Models that write their attention out, in all forms and lengths: as one process."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 
 import cpcompile as cp
-from tests.cpu.attention_cases import sequence_mesh
+from cpcompile.reporting.graph_report import recording
+from tests.cpu.against_one_process import run as once
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
 from tests.support.bounds import Deviation, check, deviations
 from tests.support.forms.attention_pattern_forms import FORMS, TWINS, Model
+from tests.support.forms.query_forms import (
+    ASKING,
+    WIDTH,
+    Asking,
+    Captions,
+    RowsFlattened,
+)
+from tests.support.forms.torch_forms import TABLE, TorchForm
 from tests.support.settings import split
 
 
@@ -88,9 +100,8 @@ def test_every_strategy(pools, name: str, options: dict) -> None:
 def run_lengths(name: str) -> list[Deviation]:
     """What differs, with one compiled model for all lengths."""
     torch._dynamo.reset()
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
     model = Model(FORMS[name]).double()
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(2, model)
     found = []
     for length in (17, 24, 33):
         tokens = torch.arange(2 * length).reshape(2, length) % 37
@@ -102,3 +113,128 @@ def run_lengths(name: str) -> list[Deviation]:
 def test_several_lengths(pools) -> None:
     for found in pools[2].run(run_lengths, "with_sinks", timeout=120):
         check(found)
+
+
+def run_torch_form(number: int, ranks: int, length: int) -> list[Deviation]:
+    torch._dynamo.reset()
+    form = TABLE[number]
+    model = TorchForm(number).to(form.dtype or torch.float64)
+    tokens = torch.arange(2 * length).reshape(2, length) % 36 + 1
+    tokens[0, -3:] = 0  # padding
+    compiled = compiled_on(ranks, model)
+    got = step(compiled, model, tokens)
+    exact, rough = copy.deepcopy(model).double(), None
+    if form.dtype is not None:
+        exact.number, exact.numbers = form.like, {"inv_scale": form.inv_scale}
+        rough = step(model, model, tokens)
+    return deviations(got, step(exact, exact, tokens), rough)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("number", TABLE, ids=str)
+def test_they_equal_one_process(pools, number: int, ranks: int) -> None:
+    for found in pools[ranks].run(run_torch_form, number, ranks, 17, timeout=120):
+        check(found)
+
+
+NAMES = ("alibi", "relative", "of_the_shape")
+
+
+def run_symbolic(name: str, lengths: tuple[int, ...], options: dict) -> list[tuple]:
+    """For every length: the number of its program, and deviations."""
+    torch._dynamo.reset()
+    mesh = sequence_mesh(torch.distributed.get_world_size())
+    given = {"mesh": mesh, "shard": {"tokens": 1}} | options
+    model = Model(FORMS[name]).double()
+    compiled = torch.compile(model, backend="cp", options=given, dynamic=True)
+    programs: list = []
+    found: list[tuple[int, list[Deviation]]] = []
+    for length in lengths:
+        tokens = torch.arange(2 * length).reshape(2, length) % 37
+        exact = step(model, model, tokens)
+        with recording() as reports:
+            got = step(compiled, model, tokens)
+        (report,) = reports
+        assert len(report.calls) == 2
+        if report not in programs:
+            programs.append(report)
+        found.append((programs.index(report), deviations(got, exact)))
+    return found
+
+
+def check_one_program(answers: list) -> None:
+    for found in answers:
+        assert {number for number, _ in found} == {0}, found
+        for _, each in found:
+            check(each)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lengths_that_the_ranks_divide(pools, name: str) -> None:
+    options = {"inner": "aot_eager", "strategy": "ring", "layout": "zigzag"}
+    arguments = (name, (34, 24, 66), options)
+    check_one_program(pools[2].run(run_symbolic, *arguments, timeout=120))
+
+
+SYMBOLIC = [
+    {"inner": "aot_eager", "strategy": "ring", "layout": "contiguous"},
+    {"inner": "inductor", "strategy": "ring", "layout": "zigzag"},
+    {"inner": "aot_eager", "strategy": "all_gather", "layout": "zigzag"},
+    {"inner": "inductor", "strategy": "ulysses"},
+    {"inner": "aot_eager", "strategy": "hybrid"},
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "options",
+    SYMBOLIC,
+    ids=lambda x: "-".join(str(value) for value in x.values()),
+)
+def test_other_lengths(pools, name: str, options: dict) -> None:
+    ranks = 4 if options["strategy"] == "hybrid" else 2
+    arguments = (name, (35, 24, 66), options)
+    check_one_program(pools[ranks].run(run_symbolic, *arguments, timeout=170))
+
+
+KINDS = (*ASKING, "captions", "rows")
+
+
+def made(kind: str, tokens: int) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """A model in float64, and its inputs."""
+    torch.manual_seed(0)
+    if kind == "captions":
+        ids = torch.arange(2 * tokens).reshape(2, tokens) % 37
+        image = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+        return Captions().double(), (ids, image)
+    if kind == "rows":
+        rows = 4 * (tokens // 4)
+        return RowsFlattened().double(), (
+            torch.randn(2, 3, rows, 16, dtype=torch.float64),
+        )
+    x = torch.randn(2, tokens, WIDTH, dtype=torch.float64)
+    return Asking(ASKING[kind]).double(), (x,)
+
+
+def compared(kind: str, tokens: int, world: int) -> tuple[list[Deviation], int]:
+    """What differs from one process; calls that are shared out."""
+    torch._dynamo.reset()
+    alone, inputs = made(kind, tokens)
+    model = copy.deepcopy(alone)
+    compiled = compiled_on(world, model)
+    x = inputs[-1]
+
+    def values(call, module):
+        return once(lambda y: call(*inputs[:-1], y), x.clone().requires_grad_(), module)
+
+    wanted, got = values(alone, alone), values(compiled, model)
+    calls = cp.explain(compiled, *inputs[:-1], x.requires_grad_()).calls
+    return deviations(got, wanted), sum(call.plan is not None for call in calls)
+
+
+@pytest.mark.parametrize(("world", "tokens"), [(2, 16), (3, 17), (4, 18), (2, 32)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_equals_one_process(pools, kind, world, tokens):
+    for found, calls in pools[world].run(compared, kind, tokens, world, timeout=120):
+        check(found)
+        assert calls == (2 if kind == "captions" else 1)

@@ -1,4 +1,4 @@
-"""A lost case fails its own test with a reason and leaves no trace in the next one."""
+"""Bodies of tests on ranks: a lost case fails its own test alone, and says why."""
 
 import os
 import time
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.workers import ProcessFailedError, ProcessTimeoutError
 
 
@@ -86,3 +87,25 @@ def test_a_process_that_ends_is_reported(pools):
 def test_a_result_that_cannot_be_pickled_is_a_failure(pools):
     with pytest.raises(ProcessFailedError, match="return_something"):
         pools[1].run(return_something_that_cannot_be_pickled)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks("world")
+def test_an_argument_says_how_many(world):
+    assert dist.get_world_size() == world
+
+
+@pytest.mark.parametrize("half", [1])
+@on_ranks(lambda half: 2 * half)
+def test_a_function_says_how_many(half):
+    assert dist.get_world_size() == 2 * half
+
+
+@on_ranks(1)
+def fails(number):
+    assert number + 1 == 4
+
+
+def test_a_failing_assertion_says_the_values(pools):
+    with pytest.raises(ProcessFailedError, match=r"assert \(2 \+ 1\) == 4"):
+        fails(pools, number=2)

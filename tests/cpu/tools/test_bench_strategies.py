@@ -1,4 +1,4 @@
-"""`tools.bench strategies`: its mechanics and tables; timings are what they are."""
+"""`tools.bench` strategies and peers: mechanics and tables; timings vary."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from tools.bench.namespaces import why_no_namespaces
+from tools.bench.peers.attentions import NAIVE, ONE_PROCESS, OURS
+from tools.bench.peers.bench import Case, time_peers
+from tools.bench.peers.documents import Mask
+from tools.bench.ranks import in_processes
 from tools.bench.strategies.report import summary
 from tools.results import ROOT
 
@@ -88,3 +92,17 @@ def test_quick(tmp_path: Path, network: bool) -> None:
     assert len(section["rows"]) == 2
     assert "| tokens | heads |" in (tmp_path / "bench_strategies.md").read_text()
     assert namespaces() <= before
+
+
+@pytest.mark.parametrize(("dtype", "mask"), [("float32", Mask.PACKED)])
+def test_peers_are_right_and_take_turns(dtype: str, mask: Mask) -> None:
+    """Each is compared with exact results first; others say why they are left out."""
+    case = Case(dtype, mask, tokens=256, reps=1)
+    events = list(in_processes(2, time_peers, [case]))
+    timed = {x["peer"] for kind, x in events if kind == "times"}
+    assert timed >= {*OURS, NAIVE, ONE_PROCESS}
+    (chosen,) = [x["peer"] for kind, x in events if kind == "chosen"]
+    assert chosen in OURS
+    reasons = {x["peer"]: x["reason"] for kind, x in events if kind == "left_out"}
+    assert "takes no mask" in reasons["torch_ring_balanced"]
+    assert not timed & set(reasons)

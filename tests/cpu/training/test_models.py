@@ -1,8 +1,14 @@
-"""Whole models, unmodified: loss, logits and every gradient equal one process."""
+"""Whole models and programs, unmodified: results and gradients equal one process."""
 
 import pytest
+import torch
 
+from tests.cpu.against_one_process import compare_calls
 from tests.cpu.model_cases import check_model, run_model
+from tests.cpu.on_ranks import on_ranks
+from tests.cpu.programs import PROGRAMS, run_program
+from tests.models.families.joined_streams import MODELS
+from tests.support.bounds import check
 
 
 @pytest.mark.timeout(300)
@@ -60,3 +66,40 @@ def test_forced_strategies_and_sharded_outputs(pools, strategy):
     for rank, run in enumerate(runs):
         check_model("small_gpt", 64, run["values"], rank)
         assert run["result_types"] == ("Tensor", "DTensor")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_equals_one_process(pools, name, seq, world, door):
+    program = PROGRAMS[name]
+    runs = pools[world].run(run_program, program, seq, world, door, timeout=90)
+    for deviations, rewritten in runs:
+        check(deviations)
+        expected = {"Breaks": [1, 1], "ModuleEncoder": [2], "SequenceFirst": [2]}
+        twice = {"ThreeDims": [2], "OneKeyHead": [2]}
+        if name != "Helpers":  # its calls are in frames that Dynamo may cut otherwise
+            assert rewritten == (expected | twice).get(name, [1])
+
+
+INFERRED = {
+    "sd3": ["text dim 1 (inferred)"],
+    "flux": ["latents dim 1 (inferred)", "text dim 1 (inferred)"],
+    "split": ["latents dim 1 (inferred)", "text dim 1 (inferred)"],
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks("world")
+def test_a_joined_stream_equals_one_process(name, world):
+    torch.manual_seed(0)
+    make, inputs, lengths = MODELS[name]
+    given = [x.double().requires_grad_() for x in inputs()]
+    found = compare_calls(make().double(), [given], world)
+    found.check()
+    (report,) = found.reports
+    assert [c.query[2] for c in report.calls if c.plan is not None] == lengths
+    assert list(map(str, report.inputs)) == INFERRED.get(name, [])
+    assert len(report.began) == (0 if name in ("flux", "split") else 1)

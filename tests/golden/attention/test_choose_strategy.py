@@ -1,4 +1,4 @@
-"""Every call that can be rewritten gets a plan, which lists what was considered."""
+"""Every call that can be rewritten gets a plan, the one that suits it."""
 
 import dataclasses
 from textwrap import fill
@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import cpcompile as cp
 from cpcompile import config
@@ -16,13 +15,7 @@ from cpcompile.passes.model.attention.choose_strategy import workload
 from cpcompile.reporting.graph_report import GraphReport
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
-from tests.golden.operands import QKV
-
-sdpa = F.scaled_dot_product_attention
-
-
-def attend(q, k, v):
-    return sdpa(q, k, v, is_causal=True)
+from tests.golden.operands import QKV, causal, sdpa
 
 
 def make_qkv(heads=32, kv_heads=8, tokens=8192):
@@ -152,7 +145,7 @@ def test_calls_with_an_obstacle_get_no_plan(mesh, strategy):
 
 def test_each_call_has_its_own_plan(mesh):
     def two(q, k, v):
-        return attend(q, k, v) + sdpa(q, k, v)
+        return causal(q, k, v) + sdpa(q, k, v)
 
     captured = capture(
         two, *make_qkv(4, 4, 16), mesh=mesh, shard=QKV, until="choose_strategy"
@@ -233,3 +226,36 @@ def test_the_kernel_under_a_mask_on_a_gpu(mesh, dtype, bias, kernel):
     with mock.patch.object(choice, "_has_triton", return_value=True):
         (call,) = GraphReport.of(ctx, (), "f").calls
     assert call.kernel == kernel
+
+
+def layers(x, words):
+    """A decoder, an encoder, one with a single key head, and attention to a text."""
+    causal = sdpa(x, x, x, is_causal=True)
+    full = sdpa(causal, x, x)
+    grouped = sdpa(full, x[:, :1], x[:, :1], enable_gqa=True)
+    return sdpa(grouped, words, words)
+
+
+def test_every_layer_has_its_own(mesh):
+    x, words = (
+        torch.empty((1, 32, n, 128), dtype=torch.bfloat16) for n in (131072, 512)
+    )
+    captured = capture(
+        layers, x, words, strategy="auto", mesh=mesh, shard={"x": 2, "words": 2}
+    )
+    rows = []
+    for call, plan in captured.ctx.findings.plans.items():
+        best, other = plan.chosen, plan.runner_up
+        rows.append(
+            f"{call.q_shape[1]}:{call.k_shape[1]} heads, {call.k_shape[2]} keys: "
+            f"{best.label} {1e3 * best.seconds:.2f} ms, "
+            f"then {other.label} {1e3 * other.seconds:.2f} ms"
+        )
+    assert_golden(
+        "\n".join(rows),
+        """\
+32:32 heads, 131072 keys: ulysses 53.27 ms, then hybrid 2 (ring) in 4 57.70 ms
+32:32 heads, 131072 keys: ring 98.31 ms, then ulysses 96.05 ms
+32:1 heads, 131072 keys: all_gather 94.15 ms, then ring 95.67 ms
+32:32 heads, 512 keys: latents 0.48 ms, then all_gather 0.51 ms""",
+    )

@@ -1,9 +1,10 @@
-"""Attention calls become cp:: operators of their plan; all else stays as it is."""
+"""Attention calls become cp:: operators, under masks too; all else stays as it is."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
@@ -11,18 +12,9 @@ from cpcompile import config
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.golden.capture import capture, capture_pass, changes
 from tests.golden.golden_text import assert_golden, table
-from tests.golden.operands import QKV
-
-
-def attend(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def make_qkv(*shape, kv_heads=None):
-    kv_shape = list(shape)
-    if kv_heads is not None:
-        kv_shape[1] = kv_heads
-    return torch.randn(shape), torch.randn(kv_shape), torch.randn(kv_shape)
+from tests.golden.laid_out import attend, laid_out, moves
+from tests.golden.operands import QKV, causal, make_qkv, sdpa
+from tests.support.this_torch import needs_two_masks
 
 
 def inserted(fn, *inputs, count=1, **options):
@@ -34,7 +26,7 @@ def inserted(fn, *inputs, count=1, **options):
 
 def test_plain_and_sharded_inputs(mesh):
     """The graph is the same one; only the placements differ."""
-    plain = inserted(attend, *make_qkv(2, 4, 16, 8), mesh=mesh)
+    plain = inserted(causal, *make_qkv(2, 4, 16, 8), mesh=mesh)
     assert_golden(
         f"{plain.before}\n  ->\n{plain.after}",
         """\
@@ -55,7 +47,7 @@ return (getitem,)""",
     )
     inputs = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
     for strategy in ("ring", "all_gather"):
-        step = inserted(attend, *inputs, strategy=strategy, shard={})
+        step = inserted(causal, *inputs, strategy=strategy, shard={})
         assert step.before.count(" S(2)") == 4
         assert step.after.count(" S(2)") == 4
         text = step.after.replace(strategy, "ring")
@@ -65,7 +57,7 @@ return (getitem,)""",
 def test_strategies(mesh):
     inputs = make_qkv(2, 4, 16, 8)
     steps = [
-        inserted(attend, *inputs, strategy=name, mesh=mesh)
+        inserted(causal, *inputs, strategy=name, mesh=mesh)
         for name in ("all_gather", "ulysses")
     ]
     assert_golden(
@@ -88,7 +80,7 @@ def test_hybrid(mesh, inner):
     names = ("ring", "ulysses") if inner == "ulysses" else ("ulysses", "ring")
     given = {"mesh": init_device_mesh("cpu", (4, 2), mesh_dim_names=names)}
     given |= {"axis": names, "strategy": "hybrid", "shard": QKV}
-    captured = capture(attend, *make_qkv(2, 4, 16, 8), **given)
+    captured = capture(causal, *make_qkv(2, 4, 16, 8), **given)
     step = captured["insert_attention"]
     assert step.rewrites == 1
     (plan,) = captured.ctx.findings.plans.values()
@@ -108,23 +100,21 @@ def test_hybrid(mesh, inner):
 
 
 def grouped(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return sdpa(q, k, v, enable_gqa=True)
 
 
 def keywords(q, k, v):
-    return F.scaled_dot_product_attention(
-        value=v, key=k, query=q, is_causal=True, scale=0.5
-    )
+    return sdpa(value=v, key=k, query=q, is_causal=True, scale=0.5)
 
 
 CALLS = {
-    "three dimensions": (attend, make_qkv(4, 16, 8), {"q": 1, "k": 1}),
+    "three dimensions": (causal, make_qkv(4, 16, 8), {"q": 1, "k": 1}),
     # Without enable_gqa: torch broadcasts one head, and so does the operator.
-    "one key head": (attend, make_qkv(2, 4, 16, 8, kv_heads=1), {"q": 2}),
+    "one key head": (causal, make_qkv(2, 4, 16, 8, kv_heads=1), {"q": 2}),
     "grouped heads": (grouped, make_qkv(2, 4, 16, 8, kv_heads=2), QKV),
     "keywords and scale": (keywords, make_qkv(2, 4, 16, 8), QKV),
     "two lengths": (
-        attend,
+        causal,
         (torch.randn(2, 4, 16, 8), torch.randn(2, 4, 24, 8), torch.randn(2, 4, 24, 6)),
         QKV,
     ),
@@ -159,7 +149,7 @@ two lengths: cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 24],
 
 def test_checkpoint_region(mesh):
     def recomputed(q, k, v):
-        return checkpoint(attend, q, k, v, use_reentrant=False)
+        return checkpoint(causal, q, k, v, use_reentrant=False)
 
     inputs = [x.requires_grad_() for x in make_qkv(2, 4, 16, 8)]
     assert_golden(
@@ -187,7 +177,7 @@ def test_attention_to_the_result_of_attention(mesh):
     """The operand of the second call is a node that the first rewrite replaces."""
 
     def twice(q, k, v):
-        return attend(attend(q, k, v), k, v)
+        return causal(causal(q, k, v), k, v)
 
     step = inserted(twice, *make_qkv(2, 4, 16, 8), count=2, mesh=mesh)
     assert "cp.ring_attention(getitem, l_k_, l_v_, sizes=[16, 16]" in step.after
@@ -197,7 +187,144 @@ def test_heads_in_groups(mesh):
     """Under a budget that an exchange of all heads does not meet; the twin does."""
     options = {"strategy": "ulysses", "mesh": mesh}
     with config.patch(memory_budget=2 * 2**20):
-        larger = inserted(attend, *make_qkv(1, 64, 128, 64), **options)
-        smaller = inserted(attend, *make_qkv(1, 64, 64, 64), **options)
+        larger = inserted(causal, *make_qkv(1, 64, 128, 64), **options)
+        smaller = inserted(causal, *make_qkv(1, 64, 64, 64), **options)
     assert "spec='causal scale=0.125 head_groups=2'" in larger.after
     assert "head_groups" not in smaller.after
+
+
+def test_heads_sharded_attention_stays(mesh_2d):
+    """Split over heads: every rank has the whole sequence of its heads."""
+    sharded = [
+        distribute_tensor(x, mesh_2d, [Replicate(), Shard(1)])
+        for x in make_qkv(2, 4, 16, 8)
+    ]
+    step = capture_pass(
+        "insert_attention", lambda q, k, v: sdpa(q, k, v, is_causal=True), *sharded
+    )
+    assert step.rewrites == 0
+    assert not step.changed
+    assert (
+        "= scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)" in step.after
+    )
+
+
+def test_no_attention_stays(mesh):
+    step = capture_pass(
+        "insert_attention", lambda x: x.relu() + 1, torch.randn(2, 16), mesh=mesh
+    )
+    assert step.rewrites == 0
+    assert not step.changed
+
+
+@needs_two_masks
+def test_attention_with_two_masks_stays(mesh):
+    """What to do about it is decided by shard_graph, which knows the placements."""
+
+    def masked(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=True)
+
+    mask = torch.ones(16, 16, dtype=torch.bool).tril()
+    step = capture_pass(
+        "insert_attention", masked, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV
+    )
+    assert step.rewrites == 0
+    assert not step.changed
+
+
+def test_under_a_mask(mesh):
+    """Integers per token, and what no integers say as a tensor."""
+
+    def masked(q, k, v, padding):
+        row = torch.arange(16)
+        window = (row[None] <= row[:, None]) & (row[None] > row[:, None] - 5)
+        mask = window & padding[:, None, None].bool()
+        return sdpa(q, k, v, attn_mask=mask)
+
+    padding = torch.ones(2, 16, dtype=torch.long)
+    captured = capture(masked, *make_qkv(2, 4, 16, 8), padding, mesh=mesh, shard=QKV)
+    (mask,) = captured.ctx.findings.masks.values()
+    assert mask.text == "causal, window 5, key padding"
+    of_pairs = [x for x in captured.text.splitlines() if x.endswith("16, 16]")]
+    assert not of_pairs, "nothing of all pairs is left"
+    assert_golden(
+        captured.lines("cp_replicate = ", "cp_replicate_1 =", "= cp.ring"),
+        """\
+cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
+cp_replicate_1 = cp_replicate(cp_constant_1)  # [1, 16] R
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2,
+    [cp_replicate, cp_replicate_1, cp_replicate_2], sizes=[16, 16],
+    spec='scale=0.353553 +key_ranges +q_segment_ids +kv_segment_ids', group=GROUP)""",
+    )
+
+
+def test_a_mask_of_constants(mesh):
+    """The operator is given the name under which the compiler keeps it."""
+
+    def masked(q, k, v):
+        row = torch.arange(16)
+        window = (row[None] <= row[:, None]) & (row[None] > row[:, None] - 5)
+        return sdpa(q, k, v, attn_mask=window)
+
+    captured = capture(masked, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
+    assert_golden(
+        captured.lines("cp_replicate = ", "cp_replicate_1 =", "= cp.ring"),
+        """\
+cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2,
+    [cp_replicate], sizes=[16, 16],
+    spec='scale=0.353553 mask_key=ae129d633b2f87ac +key_ranges', group=GROUP)""",
+    )
+
+
+def conv(x):
+    return F.conv1d(x.transpose(1, 2), torch.ones(8, 1, 3), padding=1, groups=8).mT
+
+
+# What is exchanged for channels is brought back to the order of tokens, and laid out.
+MIXING = {
+    "conv": (conv, 2),  # each rank borrows the tokens beside its own
+    "roll": (lambda x: x.roll(1, 1), 0),  # zigzag to zigzag, of few tokens
+    "cumsum": (lambda x: x.cumsum(1), 2),
+    "flip": (lambda x: x.flip(1), 0),
+    "halves": (lambda x: torch.cat([x[:, 16:], x[:, :16]], 1), 2),
+    "softmax over tokens": (lambda x: x.softmax(1), 2),
+    "mean over tokens": (lambda x: x - x.mean(1, keepdim=True), 0),
+    "scores": (lambda x: (x @ x.mT) @ x, 2),
+    "attention by hand": (lambda x: (x @ x.mT).softmax(-1) @ x, 0),
+    "windows": (lambda x: x.unflatten(1, (16, 2)).flip(2).flatten(1, 2), 2),
+    "sort": (lambda x: x.sort(1).values, 2),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_mixing_call_between_two_attentions(mesh, name):
+    """Its operand is brought back, and its result laid out again."""
+    mix, left = MIXING[name]
+    captured = laid_out(lambda x: attend(mix(attend(x))), mesh)
+    assert moves(captured) == (left, 8 - left)
+
+
+TOKEN_WISE = {
+    "norm": lambda x: F.layer_norm(x, (8,)),
+    "linear": lambda x: x @ torch.ones(8, 8),
+    "flat": lambda x: x.reshape(-1, 8).tanh().reshape(2, 32, 8),
+    "tokens first": lambda x: (
+        x.transpose(0, 1).reshape(-1, 8).tanh().view(32, 2, 8).mT.mT.transpose(0, 1)
+    ),
+    "positions": lambda x: x + torch.linspace(0, 1, 32)[:, None],
+    "table": lambda x: x * torch.ones(1, 32, 8).cumsum(1),
+    "channels": lambda x: torch.cat([x[..., 4:], x[..., :4]], -1),
+    "where": lambda x: torch.where((torch.arange(32) < 5)[:, None], x, -x),
+    "gate": lambda x: x * x.sigmoid(),
+    "several": lambda x: sum(x.chunk(2, -1)).repeat(1, 1, 2),
+    "experts": lambda x: x.softmax(-1).topk(8, -1).values,
+}
+
+
+@pytest.mark.parametrize("name", TOKEN_WISE)
+def test_a_token_wise_call_between_two_attentions(mesh, name):
+    assert moves(laid_out(lambda x: attend(TOKEN_WISE[name](attend(x))), mesh)) == (
+        0,
+        8,
+    )

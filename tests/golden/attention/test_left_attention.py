@@ -8,14 +8,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from cpcompile.errors import RewriteError
 from tests.golden.capture import capture, warnings
 from tests.golden.golden_text import assert_golden
-from tests.golden.operands import QKV, make_qkv
+from tests.golden.operands import QKV, causal, make_qkv, sdpa
 from tests.support.this_torch import needs_two_masks
-
-sdpa = F.scaled_dot_product_attention
-
-
-def attend(q, k, v):
-    return sdpa(q, k, v, is_causal=True)
 
 
 def masked(q, k, v, mask):
@@ -41,7 +35,7 @@ def test_heads_sharded_attention_is_left_alone(mesh_2d):
         distribute_tensor(x, mesh_2d, [Replicate(), Shard(1)])
         for x in make_qkv(2, 4, 16, 8)
     ]
-    captured = capture(attend, *sharded)
+    captured = capture(causal, *sharded)
     assert captured["shard_graph"].rewrites == 1
     assert_golden(
         captured.lines("cp_to_local", "scaled_dot"),

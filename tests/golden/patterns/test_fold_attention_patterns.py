@@ -1,14 +1,32 @@
-"""Attention that models write out becomes one call; what looks alike stays."""
+"""Attention that models write out becomes one call, in every form that is known.
+
+Of all lengths, whatever asks, and wherever its tokens begin; what looks alike stays.
+"""
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
-from tests.golden.capture import capture, changes
+from cpcompile.reporting.graph_report import recording
+from tests.golden.capture import capture, changes, fake_mesh
 from tests.golden.golden_text import assert_golden, table
 from tests.golden.operands import QKV
-from tests.support.forms.attention_pattern_forms import FORMS
+from tests.support.forms.attention_pattern_forms import FORMS, Model
+from tests.support.forms.flex_forms import gradients_on_cpu
+from tests.support.forms.query_forms import (
+    ASKING,
+    WIDTH,
+    Asking,
+    Captions,
+    Rows,
+    RowsFlattened,
+)
+from tests.support.forms.torch_forms import TABLE, TorchForm, numbers_of_torch, pattern
 
 
 def folded(mesh, *names, dtype=torch.float32):
@@ -204,3 +222,99 @@ def test_the_same_for_all_keys(mesh, trained):
     found = capture(attention, q, k, v, mesh=mesh, shard=QKV)
     call = found["fold_attention_patterns"].after
     assert ("attn_mask" in call) == trained
+
+
+def test_there_are_no_others():
+    """A version of torch that knows more of them names what to read next."""
+    assert numbers_of_torch() == {*TABLE}
+
+
+@pytest.mark.parametrize("number", TABLE, ids=str)
+def test_they_are_folded(mesh, number):
+    """With the dropout that they have, and the input of the sequence is inferred."""
+    p = 0.125 if "dropout_p" in inspect.signature(pattern(number)).parameters else 0.0
+    model = TorchForm(number, p).to(TABLE[number].dtype or torch.float32)
+    tokens = torch.arange(32).reshape(2, 16) % 37
+    found = capture(model, tokens, mesh=mesh, strategy="auto")
+    assert found.error is None
+    assert (
+        found["fold_attention_patterns"].rewrites == len(found.ctx.findings.plans) == 1
+    )
+    (call,) = found.ctx.findings.calls
+    assert call.dropout_p == p
+    assert found.ctx.findings.gathered_results == ["logits [2, 16, 37]"]
+    assert not found.ctx.findings.unmatched_attention
+
+
+def folds(model, *inputs, mesh, **options):
+    found = capture(model, *inputs, mesh=mesh, until="insert_attention", **options)
+    assert not found.ctx.findings.unmatched_attention
+    return found["fold_attention_patterns"].rewrites
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_queries_that_are_no_tokens(mesh, name):
+    assert folds(Asking(ASKING[name]), torch.randn(2, 16, WIDTH), mesh=mesh) == 1
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_tokens_that_begin_beside_a_sharded_input(mesh, named):
+    inputs = torch.zeros(2, 16, dtype=torch.long), torch.randn(2, 3, 16, 16)
+    options = {"shard": {"ids": 1}} if named else {}
+    assert folds(Captions(), *inputs, mesh=mesh, **options) == 1
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_tokens_of_rows_that_are_sharded(mesh, named):
+    options = {"shard": {"image": 2}} if named else {}
+    assert folds(RowsFlattened(), torch.randn(2, 3, 32, 16), mesh=mesh, **options) == 1
+
+
+def test_a_twin_within_rows_stays(mesh):
+    found = capture(Rows(), torch.randn(2, 8, 8, WIDTH), mesh=mesh, shard={"x": 1})
+    assert found["fold_attention_patterns"].rewrites == 0
+    assert len(found.ctx.findings.unmatched_attention) == 1
+
+
+LENGTHS = (17, 24, 33)
+
+
+def with_dropout(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.25)
+
+
+def flex(q, k, v):
+    """A window, without a block mask, which would be of one length."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx - kv_idx < 5, score, -torch.inf)
+
+    return flex_attention(q, k, v, score_mod=score_mod)
+
+
+def flex_and_lse(q, k, v):
+    out, lse = flex_attention(q, k, v, return_lse=True)
+    return out * lse.unsqueeze(-1).sigmoid()
+
+
+NAMES = ("softcapped", "with_sinks", "alibi")
+OWN = {form.__name__: form for form in (with_dropout, flex, flex_and_lse)}
+CALLED = OWN | {name: FORMS[name] for name in NAMES}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_every_length_is_shared_out(name):
+    """The second graph may have a symbol for the length, or every length its graph."""
+    with fake_mesh(2) as mesh, gradients_on_cpu():
+        options = {"mesh": mesh, "inner": "aot_eager"}
+        compiled = torch.compile(Model(CALLED[name]), backend="cp", options=options)
+        for length in LENGTHS:
+            tokens = torch.zeros(2, length, dtype=torch.long)
+            with recording() as reports:
+                logits = compiled(tokens)
+                logits.square().mean().backward()
+            assert logits.shape == (2, length, 37)
+            (report,) = reports
+            assert [call.plan is not None for call in report.calls] == [True] * 2
+            assert [x.name for x in report.inputs] == ["tokens"]
+            assert not report.by_hand

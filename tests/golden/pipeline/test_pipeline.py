@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile as cp
 from cpcompile.passes.pipeline import MODEL
-from tests.golden.capture import RANKS, capture, fake_group
+from tests.golden.capture import RANKS, capture, fake_mesh, forget
 from tests.models.families.small_gpt import SmallGPT
 
 NAMES = [
@@ -54,8 +53,7 @@ def graph_of(rank, tokens, form, **options):
 
     Without the shapes of local tensors, which differ where the ranks hold more or less.
     """
-    with fake_group(rank):
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    with fake_mesh(RANKS, rank=rank) as mesh:
         ids = torch.arange(2 * tokens).reshape(2, tokens) % 16
         part = cp.shard(ids, mesh, 1)
         if form == "sharded inputs":
@@ -128,3 +126,21 @@ def test_every_pass_is_counted(mesh):
         "lay_out_tokens": 2,
     }
     assert {name: count for name, count in counts.items() if count} == rewrites
+
+
+def flat(x):
+    """DTensor cannot flatten 13 tokens on 8 ranks in this order."""
+    return x.transpose(0, 1).reshape(-1, 8).relu()
+
+
+def text_of_plain_inputs(mesh):
+    return capture(lambda x: flat(x), torch.randn(2, 13, 8), mesh=mesh, shard={"x": 1})
+
+
+def test_answers_are_forgotten_when_the_backend_is_called(mesh):
+    alone = text_of_plain_inputs(mesh)
+    assert "cp_replicated(reshape, " in alone.text
+    forget()
+    sharded = capture(lambda x: flat(x), cp.shard(torch.randn(2, 13, 8), mesh, 1))
+    assert "cp_replicated(reshape, " in sharded.text
+    assert text_of_plain_inputs(mesh).text == alone.text

@@ -1,28 +1,22 @@
-"""Inputs, outputs and left-over attention of the sharded graph."""
+"""Inputs and results of the sharded graph, and of the fallback, which gathers all."""
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
+from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from tests.golden.capture import capture, capture_pass
 from tests.golden.golden_text import assert_golden, lines_without, table
-from tests.golden.operands import QKV, make_qkv
-
-sdpa = F.scaled_dot_product_attention
-
-
-def attend(q, k, v):
-    return sdpa(q, k, v, is_causal=True)
+from tests.golden.operands import QKV, causal, make_qkv, sdpa
 
 
 def test_plain_inputs(mesh):
     """Without `shard`, the operands of attention say what is a sequence."""
     inputs = make_qkv(2, 4, 16, 8)
-    step = capture_pass("shard_graph", attend, *inputs, mesh=mesh, shard=QKV)
+    step = capture_pass("shard_graph", causal, *inputs, mesh=mesh, shard=QKV)
     assert step.rewrites == 2
     assert_golden(
         f"{step.before}\n  ->\n{step.after}",
@@ -47,13 +41,13 @@ getitem = ring_attention_default[0]  # [2, 4, 16, 8] S(2)
 cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
 return (cp_gather,)""",
     )
-    assert capture_pass("shard_graph", attend, *inputs, mesh=mesh).after == step.after
+    assert capture_pass("shard_graph", causal, *inputs, mesh=mesh).after == step.after
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_sharded_inputs(mesh, strategy):
     sharded = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
-    captured = capture(attend, *sharded, strategy=strategy)
+    captured = capture(causal, *sharded, strategy=strategy)
     assert captured["shard_graph"].rewrites == 2
     assert_golden(
         captured.text.replace(strategy, "STRATEGY"),
@@ -85,15 +79,15 @@ def test_other_meshes_shapes_and_lengths(mesh_2d):
         for x in make_qkv(4, 4, 16, 8)
     ]
     uneven = [cp.shard(x, mesh_2d, 2) for x in make_qkv(2, 4, 15, 8)]
-    plain = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh_2d, shard=QKV)
+    plain = capture(causal, *make_qkv(2, 4, 16, 8), mesh=mesh_2d, shard=QKV)
     assert plain.ctx.mesh.mesh_dim_names == ("cp",)
     assert plain.ctx.ranks == 4
     assert plain.text.count("= cp_shard(l_") == 3
     three_dims = {"mesh": mesh_2d, "shard": {"q": 1, "k": 1, "v": 1}}
     captures = {
-        "batch and sequence": capture(attend, *batch),
-        "uneven": capture(attend, *uneven),
-        "three dimensions": capture(attend, *make_qkv(4, 16, 8), **three_dims),
+        "batch and sequence": capture(causal, *batch),
+        "uneven": capture(causal, *uneven),
+        "three dimensions": capture(causal, *make_qkv(4, 16, 8), **three_dims),
     }
     assert captures["three dimensions"]["shard_graph"].rewrites == 6
     words = ("(l_q_", "= unsqueeze(", "ring_attention", "= cp_to_local", "= cp_gather")
@@ -197,7 +191,7 @@ def test_gradients_that_someone_else_sums(mesh):
 
 def test_checkpoint_region(mesh):
     def recomputed(q, k, v):
-        return checkpoint(attend, q, k, v, use_reentrant=False)
+        return checkpoint(causal, q, k, v, use_reentrant=False)
 
     inputs = [x.requires_grad_() for x in make_qkv(2, 4, 16, 8)]
     text = capture(recomputed, *inputs, mesh=mesh, shard=QKV).text
@@ -226,4 +220,82 @@ def test_nothing_to_shard(mesh):
     step = captured["shard_graph"]
     assert step.rewrites == 0
     assert not step.changed
+    assert captured.ctx.findings.outputs == [None]
+
+
+def test_outputs_that_stay_sharded(mesh):
+    """The local part leaves the graph; the backend makes it a DTensor again."""
+    inputs = make_qkv(2, 4, 16, 8)
+    captured = capture(
+        causal, *inputs, mesh=mesh, shard=QKV, gather_outputs_megabytes=0
+    )
+    assert_golden(
+        captured.lines("cp_to_local", "cp_gather"),
+        """\
+cp_to_local = cp_to_local(getitem, (S(2),))  # [2, 4, 2, 8]
+return (cp_to_local,)""",
+    )
+    (placement,) = captured.ctx.findings.outputs
+    assert placement is not None
+    assert placement.placements == (Shard(2),)
+    assert placement.shape == (2, 4, 16, 8)
+    assert captured.ctx.findings.gathered_results == []
+
+
+def test_outputs_that_are_gathered(mesh):
+    captured = capture(causal, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
+    assert captured.ctx.findings.outputs == [None]
+    assert captured.ctx.findings.gathered_results == ["getitem [2, 4, 16, 8]"]
+
+
+def test_plain_outputs_are_neither(mesh):
+    def with_positions(q, k, v):
+        return causal(q, k, v), torch.arange(16)
+
+    inputs = make_qkv(2, 4, 16, 8)
+    captured = capture(
+        with_positions, *inputs, mesh=mesh, shard=QKV, gather_outputs_megabytes=0
+    )
+    assert captured.text.endswith("return (cp_to_local, arange)")
+    assert captured.ctx.findings.outputs[1] is None
+
+
+def test_sharded_inputs_are_gathered(mesh):
+    """Calls see full tensors, and the result is a DTensor that every rank has whole."""
+    inputs = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
+    captured = capture(causal, *inputs, passes=[gather_graph])
+    step = captured["gather_graph"]
+    assert step.rewrites == 3
+    assert "= scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal" in step.before
+    assert_golden(
+        lines_without(captured.text, "= input", "(l_k_", "(l_v_", "(cp_from_local_"),
+        """\
+cp_from_local = cp_from_local(l_q_, (S(2),), (2, 4, 16, 8),
+    (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
+cp_gather = cp_gather(cp_from_local)  # [2, 4, 16, 8]
+scaled_dot_product_attention = scaled_dot_product_attention(cp_gather, cp_gather_1,
+    cp_gather_2, is_causal=True)  # [2, 4, 16, 8] S(2)
+return (scaled_dot_product_attention,)""",
+    )
+    (result,) = captured.ctx.findings.outputs
+    assert result.placements == (Replicate(),) and result.shape == (2, 4, 16, 8)
+
+
+def test_inputs_in_a_layout(mesh):
+    """Their tokens are brought into natural order."""
+    x, _, _ = make_qkv(2, 4, 16, 8)
+    x = cp.shard(x, mesh, 2, layout="zigzag")
+    captured = capture(
+        lambda x: causal(x, x, x), x, layout="auto", passes=[gather_graph]
+    )
+    (line,) = captured.lines("= cp_gather").splitlines()
+    assert "= cp_gather_tokens(cp_from_local, 16, 'zigzag')" in line
+
+
+def test_plain_inputs_stay(mesh):
+    """The twin: they are full already, and so is the result."""
+    inputs = make_qkv(2, 4, 16, 8)
+    captured = capture(causal, *inputs, mesh=mesh, shard=QKV, passes=[gather_graph])
+    assert captured["gather_graph"].rewrites == 0
+    assert not captured["gather_graph"].changed
     assert captured.ctx.findings.outputs == [None]

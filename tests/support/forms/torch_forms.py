@@ -107,7 +107,7 @@ def masks(tokens: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-class Model(torch.nn.Module):
+class TorchForm(torch.nn.Module):
     """One layer of attention in one of torch's forms; [B, S] -> [B, S, vocabulary]."""
 
     def __init__(self, number: int, dropout_p: float = 0.0, heads: int = 4) -> None:

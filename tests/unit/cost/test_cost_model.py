@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import sympy
 
 from cpcompile.cost import model
+from cpcompile.cost.evaluate import evaluator
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.model import (
     COPY_SECONDS,
@@ -22,11 +24,11 @@ from cpcompile.cost.model import (
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.cost.relayout_cost import relayout_seconds
 from cpcompile.cost.strategies import STRATEGIES
-from cpcompile.cost.symbols import SUM_BYTES, W, e, hop, overlapped
+from cpcompile.cost.symbols import SUM_BYTES, SYMBOLS, W, e, hop, numbers, overlapped
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from tests.support.pairwise import in_pairs
-from tests.unit.cost.cost_cases import H100, IDEAL, NO_COMPUTATION, at
+from tests.unit.cost.cost_cases import H100, IDEAL, NO_COMPUTATION, at, workload
 
 CONTIGUOUS, ZIGZAG = Layout.CONTIGUOUS, Layout.ZIGZAG
 KV = 2 * 2 * 1024 * (64 + 32)  # elements of k and v on one of 4 ranks
@@ -234,3 +236,35 @@ def test_a_layout_moves_every_tensor_once_per_pass(hardware: str, ranks: int) ->
     if ranks <= 8:  # within a node
         expected = sum(parts) * share / IDEAL.all_to_all_bytes_per_second
         assert at(seconds, IDEAL, ranks=ranks) == pytest.approx(expected)
+
+
+FORMULAS = [
+    expression
+    for strategy in SEQUENCE_STRATEGIES
+    for backward in (False, True)
+    for expression in STRATEGIES[strategy].cost(True, Layout.CONTIGUOUS, backward)
+]
+
+
+@pytest.mark.parametrize("machine", ["cpu", "h100_sxm", "mi300x"])
+@pytest.mark.parametrize("tokens", [64, 8191, 2**20])
+def test_every_cost(machine, tokens):
+    load = workload(length=tokens, causal=True, ranks=8)
+    found = numbers(load, CPDegrees(2, 4), load_profile(machine))
+    given = [found[symbol] for symbol in SYMBOLS]
+    exact = sympy.lambdify(SYMBOLS, FORMULAS, "mpmath", cse=True)(*given)
+    got = evaluator(SYMBOLS, FORMULAS)(*given)
+    assert got == pytest.approx([float(x) for x in exact], rel=1e-12)
+
+
+def test_shared_parts_and_constants():
+    x, y = sympy.symbols("x y")
+    part = sympy.Max(x, y, evaluate=False) ** 2
+    formulas = (part + sympy.Rational(1, 4), part / 2, sympy.Integer(3), x)
+    assert evaluator((x, y), formulas)(2.0, 3.0) == [9.25, 4.5, 3.0, 2.0]
+
+
+def test_another_operation_is_refused():
+    x = sympy.Symbol("x")
+    with pytest.raises(TypeError, match=r"sin\(x\): sin is no operation"):
+        evaluator((x,), (sympy.sin(x),))

@@ -1,5 +1,6 @@
 """The longest sequence that fits, and what takes its memory."""
 
+import json
 from dataclasses import fields, replace
 
 import pytest
@@ -13,6 +14,10 @@ from cpcompile.cost.max_sequence.model_memory import (
     Training,
     memory_of,
 )
+from cpcompile.cost.plain_data import to_dict, to_json
+from cpcompile.cost.plans import Candidate, Plan, Strategy, Workload
+from cpcompile.geometry.degrees import CPDegrees
+from cpcompile.geometry.layout import Layout
 from cpcompile.passes.joint.tiling.tile_tokens import _LEAST_TOKENS, _MOST_TILES
 from tests.models.torchvision_schemas import define_schemas
 
@@ -157,3 +162,49 @@ def test_parts_add_up():
 def test_bad_input(given, text):
     with pytest.raises(ValueError, match=text):
         cp.fit(SMALL, **{"memory": 1e9, "ranks": 8} | given)
+
+
+def a_plan(**changes):
+    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "head_dim": 64, "seq": 4096}
+    return cp.plan(ranks=4, **(sizes | changes))
+
+
+def test_a_candidate():
+    candidate = Candidate(
+        Strategy.HYBRID, CPDegrees(2, 4, "ring"), Layout.FOLD, 1.5, 0.5, 0.25, 10, 20, 4
+    )
+    assert to_dict(candidate) == {
+        "strategy": "hybrid",
+        "degrees": {"ulysses": 2, "ring": 4, "inner": "ring"},
+        "layout": "fold",
+        "seconds": 1.5,
+        "exposed_seconds": 0.5,
+        "hidden_seconds": 0.25,
+        "wire_bytes": 10,
+        "peak_extra_bytes": 20,
+        "kernels": 4,
+        "relayout": False,
+        "head_groups": 1,
+        "excluded": None,
+        "label": "hybrid 4 (ring) in 2 fold",
+    }
+
+
+def test_a_plan_has_all_its_fields():
+    plan = a_plan()
+    record = json.loads(to_json(plan))
+    assert set(record) == {f.name for f in fields(Plan)} | {"runner_up", "hardware"}
+    assert set(record["workload"]) == {f.name for f in fields(Workload)}
+    assert record["candidates"] == [to_dict(c) for c in plan.candidates]
+    assert record["chosen"] == record["candidates"][0]
+    assert record["workload"]["direction"] == "both"
+    assert plan.runner_up is not None
+    assert record["runner_up"] == plan.runner_up.label
+
+
+def test_excluded_candidates_have_their_reason():
+    plan = a_plan(seq=128, kv_seq=64, layout="auto")
+    reasons = {c["excluded"] for c in to_dict(plan)["candidates"]}
+    assert "zigzag needs as many queries as keys" in reasons
+    with pytest.raises(TypeError, match="object has no form in JSON"):
+        to_dict([object()])

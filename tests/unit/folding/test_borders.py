@@ -1,4 +1,6 @@
-"""Where blocks begin, and which calls no kernel of Inductor's reaches over."""
+"""What repeats, where blocks begin, and over which calls no kernel reaches."""
+
+import random
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ import torch.fx as fx
 
 import cpcompile.ops  # noqa: F401  # registers its operators
 from cpcompile.passes.local.folding.borders import best_offset, is_opaque
-from cpcompile.passes.local.folding.repeats import RepeatedRun
+from cpcompile.passes.local.folding.repeats import RepeatedRun, repeats
 
 aten = torch.ops.aten
 TO = torch.ops.prims.convert_element_type.default
@@ -55,3 +57,30 @@ def test_a_cast_is_no_border():
             calls.append(x)
     offset = best_offset(calls, RepeatedRun(start=0, length=14, period=5))
     assert calls[offset].target in (aten.relu.default, aten.mm.default)
+
+
+@pytest.mark.parametrize(
+    ("text", "best"),
+    [
+        ("xabcabcabcy", RepeatedRun(1, 9, 3)),
+        ("abababab", RepeatedRun(0, 8, 2)),
+        ("xabcabcabcaby", RepeatedRun(1, 11, 3)),
+        ("aabaabaab", RepeatedRun(0, 9, 3)),
+    ],
+)
+def test_the_one_that_saves_most(text, best):
+    assert repeats(text, 3, 2)[0] == best
+    assert repeats("xabcabcy", 3, 2) == repeats("aaaaaa", 3, 3) == []  # too few
+
+
+def test_planted_ones():
+    draw = random.Random(0)
+    for _ in range(200):
+        period, count = draw.randint(2, 9), draw.randint(3, 6)
+        block = [draw.randint(0, 99) for _ in range(period)]
+        edges = [
+            [draw.randint(100, 999) for _ in range(draw.randint(0, 9))] for _ in "ab"
+        ]
+        found = repeats([*edges[0], *block * count, *edges[1]], 3, 2)[0]
+        assert (found.start, found.length) == (len(edges[0]), count * period)
+        assert period % found.period == 0

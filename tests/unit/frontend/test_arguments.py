@@ -1,7 +1,6 @@
-"""Names in options["shard"] find their arguments, however these are passed."""
+"""Names in options["shard"] find their arguments, by the frame that Dynamo compiles."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import NamedTuple
 from unittest import mock
 
@@ -10,18 +9,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cpcompile.compile import attempts
+from cpcompile.frontend.arguments import Frame
 from cpcompile.passes.graph.context import InputKind
-from tests.golden.capture import fake_group
 
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Rank 1 of a mesh (cp=2) that exchanges nothing."""
-    with fake_group(1, 2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+MESH_AXES = {"cp": 2}
 
 
 class _Found(Exception):
@@ -239,3 +232,29 @@ def test_names_that_are_rejected(mesh, name):
     fn, shard, args, text = REJECTED[name]
     message = rejected(fn, mesh, shard, *args)
     assert message == f"backend='cp' raised:\nInputError: {text}"
+
+
+class Labelled(nn.Module):
+    def forward(self, tokens, labels=None):
+        return tokens
+
+
+def test_frames_know_the_names_after_args():
+    """What Dynamo compiles may be nn.Module's own _call_impl(self, *args)."""
+    model, x = Labelled(), torch.randn(2, 16)
+    frame = Frame("_call_impl", {"self": model, "args": (x,), "kwargs": {"labels": x}})
+    names = frame.argument_names()
+    assert names["tokens"] is x
+    assert names["labels"] is x
+    assert frame.positional_name(1) == "labels"
+    assert frame.positional_name(2) is None
+
+
+def test_frames_after_a_graph_break():
+    assert Frame("torch_dynamo_resume_in_forward_at_12", {}).is_part
+    assert not Frame("forward", {}).is_part
+
+
+def test_no_frame_outside_of_a_compilation():
+    frame = Frame.current()
+    assert (frame.name, frame.values) == ("<graph>", {})

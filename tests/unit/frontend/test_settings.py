@@ -1,15 +1,18 @@
 """A wrong value of a setting is said with its name, where it is read."""
 
+import gc
+import resource
+
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import config
 from cpcompile.errors import OptionError
+from cpcompile.frontend.interpreter_state import gc_paused, with_large_stack
 from cpcompile.reporting.graph_report import recording
 from cpcompile.settings import setting, setting_names
-from tests.golden.capture import fake_group
+from tests.golden.capture import fake_mesh
 
 AUTOMATIC = (
     "check_ranks", "gather_outputs_megabytes", "gradient_bucket_megabytes", "hardware",
@@ -103,8 +106,7 @@ def test_a_program_keeps_the_settings_of_its_first_call():
     """Another length is another program, and after a reset so is every length."""
     torch._dynamo.reset()
     short, long = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 12, 4)
-    with fake_group(ranks=2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(2) as mesh:
         options = {"mesh": mesh, "inner": "aot_eager", "shard": {"x": 2}}
         call = torch.compile(attend, backend="cp", options=options, dynamic=False)
         call(short)
@@ -116,3 +118,53 @@ def test_a_program_keeps_the_settings_of_its_first_call():
                 forget()
                 with pytest.raises(BackendCompilerFailed, match="the smallest need"):
                     call(x)
+
+
+@pytest.fixture
+def threshold():
+    before = gc.get_threshold()
+    yield gc.set_threshold
+    gc.set_threshold(*before)
+
+
+def test_looks_rarely_inside_and_as_before_after_an_error(threshold):
+    threshold(700, 11, 12)
+    with pytest.raises(KeyError), gc_paused():
+        assert gc.get_threshold() == (50_000, 11, 12)
+        with gc_paused():
+            pass
+        assert gc.get_threshold() == (50_000, 11, 12)
+        raise KeyError
+    assert gc.get_threshold() == (700, 11, 12)
+
+
+@pytest.mark.parametrize("mine", [(0, 10, 10), (80_000, 10, 10)])
+def test_what_the_user_has_set_higher_stays(threshold, mine):
+    threshold(*mine)
+    with gc_paused():
+        assert gc.get_threshold() == mine
+
+
+def leaf(n):
+    return n
+
+
+def faults(depth, calls=500):
+    """Page faults of so many calls at a depth of the stack."""
+    if depth:
+        return faults(depth - 1, calls)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for n in range(calls):
+        leaf(n)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_no_depth_maps_memory_in_each_call():
+    found = with_large_stack(lambda: [faults(depth) for depth in range(400)])
+    assert max(found) < 250  # 500 and more where a piece of the stack ends
+
+
+def test_results_and_errors_pass():
+    assert with_large_stack(lambda: with_large_stack(lambda: 3)) == 3
+    with pytest.raises(KeyError, match="x"):
+        with_large_stack(lambda: {}["x"])

@@ -1,13 +1,17 @@
-"""Which profile describes a machine, by its name or by a calibrated file."""
+"""Which profile describes a machine, and how many ranks are on one node."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.cost.hardware.profile import load_profile, write_profile
 from cpcompile.cost.hardware.selection import calibrated_path, profile_for_device
+from cpcompile.frontend.machine import ranks_on_this_node
+from tests.golden.capture import fake_group
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +84,25 @@ def test_a_broken_calibrated_profile_is_named(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"cuda_4_ranks\.json: needs an object"):
         profile_for_device("cuda", "", ranks=4)
+
+
+ORDERS = [
+    ("4", [0, 1, 2, 3, 4, 5, 6, 7], 4),
+    ("8", [0, 1, 2, 3, 4, 5, 6, 7], 8),
+    ("2", [0, 1, 4, 5], 2),
+    ("4", [0, 4, 1, 5], None),  # each neighbour is on the other node
+    ("2", [0, 2, 1, 3], None),
+    ("1", [0, 2, 1, 3], 1),
+    ("", [0, 1], None),
+]
+
+
+@pytest.mark.parametrize(("local", "order", "near"), ORDERS)
+def test_they_have_to_follow_each_other(monkeypatch, local, order, near):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(
+        torch.distributed, "get_process_group_ranks", lambda group: order
+    )
+    with fake_group(ranks=8):
+        mesh = DeviceMesh("cpu", list(range(8)))
+        assert ranks_on_this_node(mesh, 0) == near

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Chunks, Layout, TokenLayout
+from cpcompile.ops import move_runs
 from cpcompile.ops.comm.relayout import share
 from tests.unit.ops.operands import zeros_on
 
@@ -193,3 +194,42 @@ def test_a_group_that_is_no_axis_of_the_mesh(mesh):
     text = refusal(x, 1, 16, "contiguous", "fold", dist.group.WORLD.group_name)
     assert text.startswith("cp::relayout over group")
     assert "no axis of" in text
+
+
+COUNTS, ORDER = [3, 0, 2, 1], [2, 3, 0, 1]
+TOKENS = sum(COUNTS)
+
+
+def operand(dtype=torch.float64, tokens=TOKENS):
+    x = torch.randn(2, 3, tokens, 4).to(dtype)
+    return x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_opcheck_of_token_runs(dtype):
+    torch.library.opcheck(
+        torch.ops.cp.move_runs.default, (operand(dtype), COUNTS, ORDER)
+    )
+
+
+def test_moves_runs_and_gradients_back():
+    x = operand()
+    found = move_runs(x, COUNTS, ORDER)
+    parts = x.split(COUNTS, 2)
+    wanted = torch.cat([parts[i] for i in ORDER], 2)
+    assert torch.equal(found, wanted)
+    assert found.is_contiguous()
+    grad = torch.randn_like(found)
+    (ours,) = torch.autograd.grad(found, x, grad, create_graph=True)
+    (theirs,) = torch.autograd.grad(wanted, x, grad)
+    assert torch.equal(ours, theirs)
+
+
+def test_gradients_of_gradients():
+    torch.autograd.gradcheck(lambda x: move_runs(x, COUNTS, ORDER), operand())
+    torch.autograd.gradgradcheck(lambda x: move_runs(x, COUNTS, ORDER), operand())
+
+
+def test_counts_are_all_tokens():
+    with pytest.raises(RuntimeError, match="split_with_sizes expects"):
+        move_runs(operand(tokens=7), COUNTS, ORDER)

@@ -1,4 +1,4 @@
-"""Rules of DTensor that cpcompile fixes when it is imported."""
+"""Rules, handlers, plans and gradients of DTensor that cpcompile fixes on import."""
 
 import operator
 
@@ -7,17 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redistribute
 
 import cpcompile.backend  # noqa: F401  fixes them
-from tests.golden.capture import fake_group
+from cpcompile.passes.placement.edge_gradients import (
+    PinnedGradient,
+    UnreducedGradient,
+)
+from cpcompile.torch_patches import redistribute_plans
+from tests.golden.capture import fake_mesh
 from tests.support.bounds import assert_close, assert_equal
 
-
-@pytest.fixture
-def mesh():
-    with fake_group(ranks=2):
-        yield torch.distributed.init_device_mesh("cpu", (2,))
+MESH_AXES = {"cp": 2}
 
 
 def test_every_topk_has_its_own_columns(mesh):
@@ -142,3 +143,70 @@ def test_products_of_int8_stay_sharded(mesh):
     everywhere = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
     product = torch._int_mm(rows, everywhere)
     assert product.placements == (Shard(0),) and product.dtype == torch.int32
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(2)])
+def test_gradients_of_a_convolution_of_frames_are_sums(placement):
+    """Frames are sharded; the gradient comes whole, or by the rows of an image."""
+    with fake_mesh(2) as mesh:
+        video = DTensor.from_local(torch.ones(2, 2, 3, 4, 4), mesh, [Shard(1)])
+        whole = [Replicate()]
+        weight, bias = (
+            DTensor.from_local(x, mesh, whole, run_check=False).requires_grad_()
+            for x in (torch.ones(5, 3, 2, 2), torch.ones(5))
+        )
+        y = F.conv2d(video.flatten(0, 1), weight, bias, stride=2)
+        assert y.shape == (8, 5, 2, 2)
+        rows = 1 if placement == Shard(2) else 2
+        local = torch.ones(8, 5, rows, 2)
+        gradient = DTensor.from_local(local, mesh, [placement], run_check=False)
+        grads = torch.autograd.grad(y, (weight, bias), gradient)
+    assert [x.placements for x in grads] == [(Partial(),)] * 2
+
+
+def test_equal_plans_are_made_once():
+    redistribute_plans._kept.cache_clear()
+    with fake_mesh(2, 2, names=("cp", "tp")) as mesh:
+        specs = [
+            DTensor.from_local(torch.ones(4, 4), mesh, x, run_check=False)._spec
+            for x in ((Shard(0), Shard(1)), (Shard(0), Replicate()))
+        ]
+        right = _redistribute._gen_transform_infos_non_cached(*specs)
+        with redistribute_plans.plans_are_kept():
+            found = [
+                _redistribute._gen_transform_infos_non_cached(*specs) for _ in range(3)
+            ]
+    assert found[0] == right
+    assert found[1] is found[0] and found[2] is found[0]
+    assert redistribute_plans._kept.cache_info().misses == 1
+
+
+MESH_AXES = {"cp": 2}
+
+
+class FirstAlone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x + y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_redistribution(mesh):
+    x, y = (torch.ones(4, requires_grad=True) for _ in range(2))
+    parts = [DTensor.from_local(t, mesh, [Shard(0)]) for t in (x, y)]
+    FirstAlone.apply(*(p.full_tensor() for p in parts)).sum().backward()
+    assert x.grad is not None and y.grad is None
+
+
+def test_pinned_and_unreduced_gradients(mesh):
+    x, y = (torch.ones(4, requires_grad=True) for _ in range(2))
+    whole = (Replicate(),)
+    first = DTensor.from_local(x, mesh, whole)
+    pinned = PinnedGradient.apply(DTensor.from_local(y, mesh, whole), False)
+    FirstAlone.apply(first, pinned).sum().backward()
+    second = UnreducedGradient.apply(y, mesh, whole, (0,), 1, None)
+    FirstAlone.apply(DTensor.from_local(x, mesh, whole), second).sum().backward()
+    assert x.grad is not None and y.grad is None
