@@ -98,6 +98,10 @@ offload_activations: bool = False
 # proved, and else in whole, with a warning.
 whole_mask_share: float = 1.0
 
+# The graph that is sharded: "model" is Dynamo's; "joint" is AOTAutograd's, forward and
+# backward, which lacks layouts, exchanges of heads and tensor parallelism so far.
+graph: Literal["model", "joint"] = "model"
+
 if TYPE_CHECKING:
 
     def patch(**changes: Any) -> Any: ...

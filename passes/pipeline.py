@@ -59,6 +59,8 @@ from .model.normalize.unflatten_losses import unflatten_losses
 from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
 from .model.sharding.shard_graph import shard_graph
+from .whole.keep_products import keep_products
+from .whole.localise import WholeProgram, localise
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,27 @@ MODEL: tuple[GraphPass[Context], ...] = (
     exchange_mixers,  # before shard_graph: it says how mixers are split
     shard_graph,  # gives every node of the graph its placement
     lay_out_tokens,  # last: what it proves holds for the final graph
+)
+
+# What reads Dynamo's graph before AOTAutograd traces it, of the whole sequence.
+CAPTURED: tuple[GraphPass[Context], ...] = (
+    inline_attention_modules,
+    number_rows,  # masks are read in the form that these three make
+    functionalise_writes,
+    join_parts,
+    decompose_flex_attention,
+    fold_attention_patterns,
+    find_attention,
+    find_windows,
+    fold_kv_repeat,
+    rewrite_masks,
+    choose_strategy,
+    insert_attention,
+)
+
+WHOLE: tuple[GraphPass[WholeProgram], ...] = (
+    keep_products,  # before localise: shards are not flattened
+    localise,
 )
 
 JOINT: tuple[GraphPass[Tiling], ...] = (

@@ -25,6 +25,7 @@ PASSES = ROOT / "passes"
 FAMILIES = "families.md"
 _TUPLES = {
     "MODEL": "On the graph that Dynamo makes, of the whole sequence",
+    "WHOLE": "On the joint graph of the whole sequence, by `cp.config.graph`",
     "JOINT": "On the joint graph of forward and backward that AOTAutograd makes",
     "LOCAL": "On the graphs of one rank, in Inductor's compilation",
 }

@@ -10,7 +10,8 @@ A file belongs to the concern with the longest of the paths below that it starts
 `tools/lines.json` holds the ceilings. A concern above its ceiling fails the run, and so
 does one that has fallen more than `SLACK` lines below it: the ceiling follows. By hand
 a ceiling may be raised only by what another falls: the sum never rises, which is held
-against the version of the file before, as git has it.
+against the version of the file before, as git has it. What stands beside that which it
+is to replace, BESIDE, is no part of the sum as long as both are there.
 """
 
 import argparse
@@ -26,7 +27,12 @@ CEILINGS = Path(__file__).with_suffix(".json")
 SLACK = 25  # lines of a concern that may be removed without lowering its ceiling
 UNITS = ("cpcompile", "passes", "tests")
 
+BESIDE = "the graph of the whole sequence"
+
 CONCERNS = {
+    BESIDE: """
+        passes/whole passes/graph/local_notes.py cpcompile/compile/capture.py
+        cpcompile/ops/products.py cpcompile/ops/dtensor/product_rules.py""",
     "attention: calls, spec, strategies, geometry": """
         cpcompile/geometry cpcompile/ops/__init__.py cpcompile/ops/attention_spec.py
         cpcompile/ops/plain_attention.py cpcompile/ops/row_numbers.py
@@ -186,7 +192,10 @@ def product(counts: Mapping[str, int]) -> int:
 def raised(before: dict[str, int], now: dict[str, int]) -> list[str]:
     """Say which sums of ceilings have risen: of the product, or of tests."""
     sums = [
-        ("cpcompile and passes", product(before), product(now)),
+        (
+            "cpcompile and passes",
+            *(product(x) - x.get(BESIDE, 0) for x in (before, now)),
+        ),
         ("tests", before.get("tests", 0), now.get("tests", 0)),
     ]
     return [

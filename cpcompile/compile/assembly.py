@@ -18,6 +18,7 @@ from cpcompile.frontend.inputs import (
     is_parameter,
     local_example,
     local_value,
+    whole_example,
 )
 from cpcompile.frontend.rank_consistency.rank_check import rank_check
 from cpcompile.frontend.reducers import GradientContracts, warn_of_late_gradients
@@ -28,10 +29,12 @@ from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import Options
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.graph_pass import PassRun
+from cpcompile.passes.graph.nodes import output_nodes
 from cpcompile.passes.joint.saving.save_by_budget import saving_of, warn_of_budget
 from cpcompile.passes.joint.tiling.tiling_options import tiling_of, warn_of_no_tiles
 from cpcompile.passes.local.folding.folding_options import folding_of
 from cpcompile.passes.model.masks.constant_buffers import freeze_buffers
+from cpcompile.passes.whole.edges import Edges
 from cpcompile.progress import phase
 from cpcompile.reporting.graph_report import GraphReport, record
 from cpcompile.reporting.lost_parallelism import warn_about_losses
@@ -59,8 +62,11 @@ def assemble(
     tensor subclass; differentiable calls outside unwrap DTensors and wrap results.
     """
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.findings.outputs, ctx.mesh
+    whole = setting("graph") == "joint" and bool(runs)
     local_inputs = [
-        local_example(node) if graph_input.has_local_part else example_of(node, example)
+        (whole_example(node) if whole else local_example(node))
+        if graph_input.has_local_part
+        else example_of(node, example)
         for (node, graph_input), example in zip(inputs, example_inputs, strict=True)
     ]
     kinds = tuple(graph_input for _, graph_input in inputs)
@@ -70,10 +76,16 @@ def assemble(
     saving = saving_of(options, mesh.device_type, frame.name, ctx.all_gather_text)
     folding = folding_of(mesh.get_group(ctx.axis), f"compiles {frame.name}")
     accounting = Accounting(input_names(ctx, frame))
-    how = Compilation(inner, mesh.device_type, tiling, saving, folding, accounting)
+    edges = None
+    if whole:
+        edges = Edges(ctx, kinds, frozenset(parameters), len(output_nodes(gm.graph)))
+    how = Compilation(
+        inner, mesh.device_type, tiling, saving, folding, accounting, edges
+    )
     # What torch itself cannot trace, as a result of unknown size, reaches Dynamo as it
     # is, which then breaks the graph there.
-    naming = failing_call.named(gm, ctx, frame.name) if runs else nullcontext()
+    names = bool(runs) and not whole
+    naming = failing_call.named(gm, ctx, frame.name) if names else nullcontext()
     with naming:
         program = compiled_or_loaded(gm, local_inputs, how, ctx.all_gather_text)
         compiled = program.run
@@ -82,7 +94,8 @@ def assemble(
         ctx, runs, frame.name, tiling, saving, folding, accounting.accounts
     )
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
-    warn_about_losses(gm, ctx, report, frame.nested)
+    if not whole:
+        warn_about_losses(gm, ctx, report, frame.nested)
     warn_of_no_tiles(options, tiling, frame.name)
     warn_of_budget(saving)
     warn_of_late_gradients(ctx, frame.name)

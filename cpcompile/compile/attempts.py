@@ -14,6 +14,7 @@ import torch.fx as fx
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.compile.assembly import CompiledCallable, assemble
+from cpcompile.compile.capture import check_capture, for_joint_graph
 from cpcompile.errors import (
     DropoutError,
     InputError,
@@ -38,7 +39,7 @@ from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.masks.constant_buffers import without_changing
 from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from cpcompile.passes.model.sharding.program_outputs import gather_limit
-from cpcompile.passes.pipeline import MODEL, run_passes
+from cpcompile.passes.pipeline import CAPTURED, MODEL, run_passes
 from cpcompile.ranks.agreement import (
     Attempt,
     all_gather_text,
@@ -88,7 +89,10 @@ class Attempts:
 
         Raises: RewriteError if strict; errors that no other way avoids.
         """
-        ways = self.for_any_rows, self.for_any_length, self.for_this_length
+        ways = [self.for_any_rows, self.for_any_length, self.for_this_length]
+        if setting("graph") == "joint":
+            self._fix_sizes()
+            ways = [self.for_this_length]
         for attempted in ways:
             compiled = attempted()
             if compiled is not None:
@@ -205,7 +209,10 @@ class Attempts:
         examples: Sequence[Any] | None = None,
     ) -> tuple[CompiledCallable, dict[str, str]]:
         """Compile; return the program and what must be the same on every rank."""
-        runs = run_passes(module, MODEL, ctx)
+        joint = setting("graph") == "joint"
+        runs = run_passes(module, CAPTURED if joint else MODEL, ctx)
+        if joint:
+            check_capture(ctx)
         examples = self.example_inputs if examples is None else examples
         compiled, exchanges = self._assembled(module, ctx, examples, runs)
         counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
@@ -234,7 +241,7 @@ class Attempts:
             module.graph, request.named, options, self.frame, request.mesh
         )
         buffers = module_buffers(module.graph)
-        return Context(
+        ctx = Context(
             mesh=request.mesh,
             axis=request.axis,
             inputs=inputs,
@@ -258,6 +265,7 @@ class Attempts:
             compare=lambda items: check_agreement(request.group, items, doing),
             all_gather_text=lambda text: all_gather_text(request.group, text, doing),
         )
+        return for_joint_graph(ctx) if setting("graph") == "joint" else ctx
 
 
 def _attempt_with_fallbacks(

@@ -21,6 +21,7 @@ from cpcompile.accounting.graph_account import Kind
 from cpcompile.accounting.read import Accounting
 from cpcompile.compile import collective_order
 from cpcompile.compile.autotune_kernel import fastest_kernel
+from cpcompile.compile.capture import decompositions
 from cpcompile.compile.compile_folded import compile_folded
 from cpcompile.compile.overlap import check_overlap
 from cpcompile.compile.ring_probe import ring_problem
@@ -46,8 +47,10 @@ from cpcompile.passes.local.send_in_buckets import (
     has_own_settings,
     send_in_buckets,
 )
-from cpcompile.passes.pipeline import JOINT, run_passes
+from cpcompile.passes.pipeline import JOINT, WHOLE, run_passes
 from cpcompile.passes.placement.gathered_parameters import gathered_input
+from cpcompile.passes.whole.edges import Edges
+from cpcompile.passes.whole.localise import WholeProgram
 from cpcompile.progress import phase
 from cpcompile.settings import setting
 from cpcompile.torch_patches import (
@@ -55,7 +58,11 @@ from cpcompile.torch_patches import (
     inductor_compat,
     inductor_lowerings,
 )
-from cpcompile.torch_private.inductor import CompiledFxGraph, inductor_config
+from cpcompile.torch_private.inductor import (
+    CompiledFxGraph,
+    inductor_config,
+    select_decomp_table,
+)
 
 RingRanks = tuple[tuple[str, int, int], ...]
 
@@ -67,6 +74,7 @@ def compile_local(
     tiling: Tiling = NO_TILES,
     folding: Folding | None = None,
     accounting: Accounting | None = None,
+    edges: Edges | None = None,
 ) -> Callable[..., Any]:
     """Compile `gm`, whose nodes work on local tensors or on DTensors inside of it.
 
@@ -76,6 +84,7 @@ def compile_local(
         tiling: what runs tile by tile.
         folding: with whom repeated blocks become one function; None keeps them.
         accounting: what reads the graphs before Inductor changes them.
+        edges: of a graph of the whole sequence; None if `gm` is local.
 
     Raises: RingOverlapError if `config.check_overlap` is set and it finds one.
     """
@@ -88,7 +97,7 @@ def compile_local(
         # fails to sort strides that are symbols; on GPUs it leaves these graphs alone.
         patches["layout_optimization"] = False
     earlier = inductor_config.joint_custom_pre_pass
-    patches["joint_custom_pre_pass"] = _OnJointGraph(tiling, earlier)
+    patches["joint_custom_pre_pass"] = _OnJointGraph(tiling, edges, earlier)
     gathers = any(gathered_input(node) for node in all_nodes(gm.graph))
     places = _places(gm.graph)
     unroll = setting("unroll")
@@ -117,9 +126,13 @@ def compile_local(
         folding = None  # parameters are gathered ahead, over the borders of blocks
     tag = torch.compiler.config.cache_key_tag + sources_digest()
     with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
-        inner = _inner_compile(folding, accounting, joins)
+        inner = _inner_compile(folding, accounting, joins, edges is not None)
         return compile_fx(  # type: ignore[return-value]  # a graph's only
-            gm, inputs, inner_compile=inner, config_patches=patches
+            gm,
+            inputs,
+            inner_compile=inner,
+            config_patches=patches,
+            decompositions=None if edges is None else decompositions(),
         )
 
 
@@ -134,13 +147,20 @@ def _problems(inputs: Sequence[Any], has_rings: bool) -> tuple[str, ...]:
 
 
 def _inner_compile(
-    folding: Folding | None, accounting: Accounting | None, joins: bool
+    folding: Folding | None, accounting: Accounting | None, joins: bool, whole: bool
 ) -> Callable[..., Any]:
     """Return what compiles a forward or backward graph with Inductor, and checks it."""
 
     def compile_and_check(
         gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> Any:
+        if whole:
+            # Shards are smaller than the inputs that AOTAutograd has traced, and local
+            # calls are decomposed by Inductor's own table.
+            placeholders = gm.graph.find_nodes(op="placeholder")
+            pairs = zip(placeholders, inputs, strict=True)
+            inputs = [node.meta.get("val", x) for node, x in pairs]
+            kwargs.pop("get_decomp_fn", None)
         is_backward = bool(kwargs.get("is_backward"))
         direction = "backward" if is_backward else "forward"
         if accounting is not None:
@@ -247,11 +267,14 @@ class _OurPass(CustomGraphPass):
 class _OnJointGraph(_OurPass):
     """The passes on the joint graph."""
 
-    def __init__(self, tiling: Tiling, earlier: Any) -> None:
+    def __init__(self, tiling: Tiling, edges: Edges | None, earlier: Any) -> None:
         super().__init__(earlier)
-        self.tiling = tiling
+        self.tiling, self.edges = tiling, edges
 
     def run(self, gm: fx.GraphModule) -> None:
+        if self.edges is not None:
+            program = WholeProgram(self.edges, select_decomp_table())
+            run_passes(gm, WHOLE, program)
         run_passes(gm, JOINT, self.tiling)
 
     def key(self) -> tuple[Any, ...]:

@@ -8,12 +8,15 @@ from typing import Any
 import torch.fx as fx
 
 from cpcompile.accounting.read import Accounting
+from cpcompile.compile.capture import decompositions
 from cpcompile.compile.no_computation import returns_zeros
 from cpcompile.options import Options
 from cpcompile.passes.joint.saving.save_by_budget import SavingBudget, save_by_budget
 from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.passes.local.folding.folding_options import Folding
-from cpcompile.passes.pipeline import JOINT, run_passes
+from cpcompile.passes.pipeline import JOINT, WHOLE, run_passes
+from cpcompile.passes.whole.edges import Edges
+from cpcompile.passes.whole.localise import WholeProgram
 from cpcompile.progress import phase
 from cpcompile.torch_patches import lost_writes, saved_values, tracing
 from cpcompile.torch_private.dynamo import (
@@ -35,6 +38,7 @@ def compile_inner(
     folding: Folding | None = None,
     accounting: Accounting | None = None,
     cache: Mapping[str, bool] | None = None,
+    edges: Edges | None = None,
 ) -> Callable[..., Any]:
     """Compile forward and backward of `gm`.
 
@@ -55,6 +59,8 @@ def compile_inner(
     } | dict(cache or {})
     if saving is not None and saving.offload:
         settings["enable_activation_offloading"] = True
+    if edges is not None:  # the gradient of a shard is a shard
+        settings["guess_tangent_strides_as_outputs"] = False
     accounting = accounting or Accounting()
     phase("AOTAutograd, forward and backward")
     with (
@@ -66,12 +72,16 @@ def compile_inner(
         functorch_config.patch(settings),
     ):
         if options.inner == "aot_eager":
-            return _aot_eager(gm, inputs, tiling, accounting.read, options.computes)
+            return _aot_eager(
+                gm, inputs, tiling, accounting.read, options.computes, edges
+            )
         from cpcompile.compile.compile_local import (
             compile_local,  # Inductor is slow to import
         )
 
-        return compile_local(gm, inputs, options.mode, tiling, folding, accounting)
+        return compile_local(
+            gm, inputs, options.mode, tiling, folding, accounting, edges
+        )
 
 
 def _aot_eager(
@@ -80,6 +90,7 @@ def _aot_eager(
     tiling: Tiling,
     read: GraphReader = lambda module, is_backward: None,
     runs: bool = True,
+    edges: Edges | None = None,
 ) -> Callable[..., Any]:
     """Compile as torch's backend "aot_eager" does, with passes on the joint graph.
 
@@ -88,12 +99,17 @@ def _aot_eager(
     """
     finish = boxed_nop if runs else returns_zeros
 
+    def localised(module: fx.GraphModule) -> None:
+        if edges is not None:
+            run_passes(module, WHOLE, WholeProgram(edges, {}))
+        run_passes(module, JOINT, tiling)
+
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        run_passes(joint, JOINT, tiling)
+        localised(joint)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def inference(forward: fx.GraphModule, inputs: Any) -> Any:
-        run_passes(forward, JOINT, tiling)
+        localised(forward)
         return compile_forward(forward, inputs)
 
     def compile_forward(module: fx.GraphModule, inputs: Any) -> Any:
@@ -109,6 +125,7 @@ def _aot_eager(
         bw_compiler=compile_backward,
         inference_compiler=inference,
         partition_fn=partition,
+        decompositions=None if edges is None else decompositions(),
         keep_inference_input_mutations=True,
     )(gm, inputs)
     return compiled

@@ -29,6 +29,7 @@ from cpcompile.passes.graph.nodes import module_path
 from cpcompile.passes.joint.saving.save_by_budget import SavingBudget
 from cpcompile.passes.joint.tiling.tile_tokens import Tiling
 from cpcompile.passes.local.folding.folding_options import Folding
+from cpcompile.passes.whole.edges import Edges
 from cpcompile.torch_patches import dead_collectives
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Compilation:
     saving: SavingBudget | None
     folding: Folding | None
     accounting: Accounting
+    edges: Edges | None = None
 
     def lists(self) -> dict[str, list[Any]]:
         """Return the lists that compiling appends to."""
@@ -87,6 +89,7 @@ class Compilation:
                 self.folding,
                 self.accounting,
                 cache=torch_cache.settings() if keep else None,
+                edges=self.edges,
             )
         finally:
             # torch's cache sets this for the time of its look-up. A copy of Dynamo's
@@ -114,7 +117,7 @@ def compiled_or_loaded(
 
         if how.options.inner != "inductor":
             return CompiledProgram(how.compile(gm, inputs, keep=False), texts())
-        key = _key(gm, how) if _may_keep(inputs) else None
+        key = _key(gm, how) if how.edges is None and _may_keep(inputs) else None
         findings = CompilationFindings(how.lists(), texts)
         return CompiledProgram(
             *load_or_compile(

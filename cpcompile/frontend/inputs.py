@@ -30,7 +30,7 @@ from cpcompile.passes.graph.context import (
     InputKind,
 )
 from cpcompile.passes.graph.effects import kept_inputs
-from cpcompile.passes.graph.nodes import fake_value, whole_value
+from cpcompile.passes.graph.nodes import fake_value, plain_fake, whole_value
 from cpcompile.ranks.layout_marks import is_marked, layout_of, layouts_in_use
 from cpcompile.ranks.shardings import check_dim
 from cpcompile.ranks.stand_ins import stands_for
@@ -220,6 +220,13 @@ def local_value(x: Any, graph_input: GraphInput) -> Any:
     ):
         return local_part(x)
     return x.to_local(grad_placements=[Partial()] * len(graph_input.placements))
+
+
+def whole_example(node: fx.Node) -> Tensor:
+    """Return the fake value of the whole of a DTensor input."""
+    value = fake_value(node)
+    whole: Tensor = plain_fake(value)
+    return whole.requires_grad_(value.requires_grad)
 
 
 def local_example(node: fx.Node) -> Tensor:

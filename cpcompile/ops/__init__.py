@@ -14,13 +14,14 @@ from cpcompile.ops.comm.passed_states import passed_states, passed_states_backwa
 from cpcompile.ops.comm.relayout import relayout
 from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
 from cpcompile.ops.comm.token_runs import gradient_bucket, move_runs
-from cpcompile.ops.dtensor import dtensor_rules, dtensor_sdpa
+from cpcompile.ops.dtensor import dtensor_rules, dtensor_sdpa, product_rules
 from cpcompile.ops.mixers import mixer_work
 from cpcompile.ops.mixers.mixer_operator import (
     mixer,
     mixer_backward,
     mixer_recorded,
 )
+from cpcompile.ops.products import linear, weight_gradient
 from cpcompile.ops.row_numbers import expert_numbers, row_numbers
 from cpcompile.ops.step import flop_formulas
 from cpcompile.ops.step.attention_step import attention_step
@@ -47,6 +48,7 @@ flop_formulas.register()
 mixer_work.register()
 dtensor_rules.register()
 dtensor_sdpa.register()
+product_rules.register()
 dtensor_cat.register()
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "gradient_bucket",
     "halo_exchange",
     "hybrid_attention",
+    "linear",
     "local_attention",
     "local_attention_backward",
     "mixer",
@@ -85,4 +88,5 @@ __all__ = [
     "ulysses_attention",
     "ulysses_gather",
     "ulysses_scatter",
+    "weight_gradient",
 ]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import _dispatch as dtensor_dispatch
 from torch.distributed.tensor import _redistribute as dtensor_redistribute
 
 # What a rule of DTensor is made of; seen in 2.13.
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import (
     OpSchema,
     OpSpec,

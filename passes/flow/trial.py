@@ -111,7 +111,7 @@ class Trial:
                 with misread, lost_writes.LostWrites():
                     with random:
                         result = call(*fresh_args, **fresh_kwargs)
-                    problem = _untrue(result)
+                    problem = untrue(result)
                     if self.backward:
                         problem = problem or backward_problem(fresh, result)
             except Exception as error:  # DTensor raises whatever its rules raise
@@ -255,7 +255,7 @@ def _version(x: Any) -> int:
     return local._version if isinstance(local, Tensor) else 0
 
 
-def _untrue(result: Any) -> str | None:
+def untrue(result: Any) -> str | None:
     """Say which result DTensor's rules get wrong; None if they get all right.
 
     An average of averages is not the average: parts may count differently much. The
@@ -264,7 +264,7 @@ def _untrue(result: Any) -> str | None:
     """
     for x in pytree.tree_leaves(result):
         if isinstance(x, DTensor):
-            local = x.to_local().shape
+            local = x._local_tensor.shape
             if isinstance(x._local_tensor, DTensor):
                 return "a tensor of a class of its own is computed below DTensor"
             if not any(map(is_symbol, (*x.shape, *local))):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch.fx as fx
@@ -63,7 +63,7 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
 
     @functools.cache  # layers repeat
     def decide(question: Workload, layout: Layout = Layout.CONTIGUOUS) -> Plan:
-        return choose(
+        plan = choose(
             question,
             ctx.profile,
             strategy=ctx.strategy,
@@ -73,6 +73,7 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
             tie_fraction=ctx.tie_fraction,
             runnable=True,
         )
+        return _only(plan, ctx.strategies) or plan
 
     @functools.cache  # layers share masks
     def work(mask: Mask, q_len: int, kv_len: int, layout: Layout) -> MaskWork:
@@ -100,8 +101,10 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
         plan = _better(contiguous, balanced, ctx)
         if call in ctx.findings.key_sources:
             # What makes the keys is written once, for either layout.
-            of_latents = plan.strategy is Strategy.LATENTS
-            both = _only(contiguous, of_latents), _only(balanced, of_latents)
+            alike = [Strategy.LATENTS]  # or all others
+            if plan.strategy is not Strategy.LATENTS:
+                alike = [x for x in Strategy if x is not Strategy.LATENTS]
+            both = _only(contiguous, alike), _only(balanced, alike)
             if both[0] is None or both[1] is None:
                 del ctx.findings.balanced_plans[call]
                 continue
@@ -128,11 +131,11 @@ def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
     return replace(contiguous, chosen=chosen, candidates=candidates)
 
 
-def _only(plan: Plan, of_latents: bool) -> Plan | None:
-    """Return a plan that makes keys of latents, or does not; None if none does."""
+def _only(plan: Plan, strategies: Collection[Strategy]) -> Plan | None:
+    """Return a plan with the best of these strategies; None if none is possible."""
     possible = (c for c in plan.candidates if c.excluded is None)
     for candidate in (plan.chosen, *possible):
-        if (candidate.strategy is Strategy.LATENTS) == of_latents:
+        if candidate.strategy in strategies:
             return replace(plan, chosen=candidate)
     return None
 

@@ -12,6 +12,7 @@ from tests.support.bounds import check
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize(
     ("name", "seq", "world", "door", "inner"),
     [
@@ -29,18 +30,18 @@ from tests.support.bounds import check
         ("gpt2", 64, 2, "dtensor", "aot_eager"),
     ],
 )
-def test_training_step(pools, name, seq, world, door, inner):
-    check_run(pools, name, seq, world, door, inner)
+def test_training_step(pools, name, seq, world, door, inner, graph):
+    check_run(pools, name, seq, world, door, {"inner": inner, "graph": graph})
 
 
-def test_training_step_of_distributed_parameters(pools):
-    check_run(pools, "small_gpt", 64, 2, "distributed", "aot_eager")
+@pytest.mark.parametrize("graph", ["model", "joint"])
+def test_training_step_of_distributed_parameters(pools, graph):
+    how = {"inner": "aot_eager", "graph": graph}
+    check_run(pools, "small_gpt", 64, 2, "distributed", how)
 
 
-def check_run(pools, name, seq, world, door, inner):
-    runs = pools[world].run(
-        run_model, name, seq, world, door, {"inner": inner}, timeout=240
-    )
+def check_run(pools, name, seq, world, door, how):
+    runs = pools[world].run(run_model, name, seq, world, door, how, timeout=240)
     for rank, run in enumerate(runs):
         check_model(name, seq, run["values"], rank)
         assert run["rewritten"] == 2, "both layers' attention is context parallel"
@@ -70,11 +71,12 @@ def test_forced_strategies_and_sharded_outputs(pools, strategy):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.parametrize("graph", ["joint", "model"])
 @pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_equals_one_process(pools, name, seq, world, door):
-    program = PROGRAMS[name]
-    runs = pools[world].run(run_program, program, seq, world, door, timeout=90)
+def test_a_program_equals_one_process(pools, name, seq, world, graph, door):
+    given = PROGRAMS[name], seq, world, door, "auto", graph
+    runs = pools[world].run(run_program, *given, timeout=90)
     for deviations, rewritten in runs:
         check(deviations)
         expected = {"Breaks": [1, 1], "ModuleEncoder": [2], "SequenceFirst": [2]}

@@ -1,0 +1,160 @@
+"""Calls of which DTensor has no exact rule for shards, or one that gathers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from cpcompile.ops.dtensor.local_part import contiguous_strides
+from cpcompile.torch_private.distributed import StridedShard, TensorMeta
+from cpcompile.torch_private.operators import OpOverload
+
+from ..graph.constant_arguments import MeshAxis
+from .move_rules import move_rules
+
+aten = torch.ops.aten
+
+
+class CallRules:
+    """The rules for one mesh axis."""
+
+    def __init__(self, cp_axis: MeshAxis) -> None:
+        self._known = move_rules(cp_axis)
+
+    def of(self, call: Any) -> Callable[..., Any]:
+        """Return what to run for a call on DTensors: a rule of ours, or the call."""
+        if call not in self._known:
+            self._known[call] = _rule_of(call)
+        return self._known[call]
+
+
+def _rule_of(call: Any) -> Callable[..., Any]:
+    if call in _ROWS:
+        return _along(call)
+    if call is aten.native_dropout.default:
+        return _dropout
+    if call is aten.expand.default:
+        return _expand
+    if call in _DRAWING:
+        return _drawing(call)
+    if isinstance(call, OpOverload) and torch.Tag.pointwise in call.tags:
+        return _element_wise(call)
+    return call  # type: ignore[no-any-return]
+
+
+def _element_wise(call: OpOverload) -> Callable[..., Any]:
+    """Cut what is whole as rows of a flattened batch are cut, which DTensor cannot."""
+
+    def elements(*args: Any, **options: Any) -> Any:
+        if any(isinstance(p, StridedShard) for x in args for p in _placements(x)):
+            return call(*_cut_alike(list(args)), **options)
+        return call(*args, **options)
+
+    return elements
+
+
+def _drawing(call: OpOverload) -> Callable[..., Any]:
+    """Draw numbers for all tokens on every rank, alike, as one device draws them."""
+
+    def drawn(x: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return call(x, *args, **options)
+        whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return call(whole, *args, **options)
+
+    return drawn
+
+
+def _dropout(x: Any, p: float, train: bool | None) -> Any:
+    """Draw one mask for all tokens; each rank reads its rows of it."""
+    if not isinstance(x, DTensor) or not train:
+        return aten.native_dropout.default(x, p, train)
+    whole = torch.ones(x.shape, dtype=x.dtype, device=x.device)
+    factors, mask = aten.native_dropout.default(whole, p, train)
+    _, factors, mask = _cut_alike([x, factors, mask])
+    return x * factors, mask
+
+
+def _expand(x: Any, sizes: Sequence[int], **options: Any) -> Any:
+    """Add up a sum over the ranks before it is expanded, as of one row to all rows."""
+    if isinstance(x, DTensor) and any(p.is_partial() for p in x.placements):
+        whole = [Replicate() if p.is_partial() else p for p in x.placements]
+        x = x.redistribute(placements=whole)
+    return aten.expand.default(x, sizes, **options)
+
+
+def _along(call: OpOverload) -> Callable[..., Any]:
+    """Run a look-up or a write along one dimension, row by row."""
+
+    def rows(whole: Any, dim: int, *rest: Any, **options: Any) -> Any:
+        x, *others = _cut_alike([whole, *rest])
+        if not _are_cut_alike([x, *others], dim % x.ndim):
+            return call(whole, dim, *rest, **options)
+        local = call(_local(x), dim, *map(_local, others), **options)
+        shape = others[0].shape if call is aten.gather.default else x.shape
+        meta = TensorMeta(shape, contiguous_strides(shape), local.dtype)
+        # It says more of a placement than `placements`: how a strided one is read.
+        spec = dataclasses.replace(x._spec, tensor_meta=meta)
+        return DTensor(local, spec, requires_grad=False)
+
+    return rows
+
+
+def _cut_alike(operands: list[Any]) -> list[Any]:
+    """Cut operands that are whole as the first one that is cut."""
+    cut = (x for x in operands if any(hasattr(p, "dim") for p in _placements(x)))
+    like = next(cut, None)
+    return operands if like is None else [_cut_as(x, like) for x in operands]
+
+
+def _cut_as(x: Any, like: DTensor) -> Any:
+    if not isinstance(x, Tensor) or x.ndim != like.ndim:
+        return x
+    if any(not p.is_replicate() for p in _placements(x)):
+        return x
+    mesh = like.device_mesh
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    for axis, placement in enumerate(like.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is None or x.shape[dim] != like.shape[dim]:
+            continue
+        pieces = getattr(placement, "split_factor", 1)
+        apart = x.unflatten(dim, (pieces, -1)) if pieces > 1 else x
+        placements = list(apart.placements)
+        placements[axis] = Shard(dim + (pieces > 1))
+        x = apart.redistribute(placements=placements)
+        x = x.flatten(dim, dim + 1) if pieces > 1 else x
+    return x
+
+
+def _are_cut_alike(operands: list[Any], dim: int) -> bool:
+    """Tell whether all tensors are cut in the same way, and not along `dim`."""
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    placements = _placements(tensors[0])
+    cut: Any = [getattr(p, "dim", None) for p in placements if not p.is_replicate()]
+    if not cut or None in cut or dim in cut:
+        return False
+    sizes = {tuple(x.shape[d] for d in cut) for x in tensors}
+    return len(sizes) == 1 and all(_placements(x) == placements for x in tensors)
+
+
+def _placements(x: Any) -> tuple[Placement, ...]:
+    return x.placements if isinstance(x, DTensor) else ()
+
+
+def _local(x: Any) -> Any:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+# They draw as many numbers as their operand has entries, and do not read it.
+_DRAWING = (aten.bernoulli.p, aten.rand_like.default, aten.randn_like.default)
+_ROWS = (
+    *(aten.gather.default, aten.scatter_add.default),
+    *(aten.scatter.value, aten.scatter.src),
+)

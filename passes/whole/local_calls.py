@@ -1,0 +1,184 @@
+"""What one call of the whole program is on this rank: a small graph of local calls.
+
+A call runs once on fake DTensors, and what DTensor calls on local tensors is traced.
+That depends on the call, on where its operands lie and on their sizes, so that a model
+of 48 equal layers runs no more calls than one of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cpcompile.errors import RewriteError
+from cpcompile.ops.products import DECOMPOSED
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
+
+from ..flow.misread_rules import MisreadRules, must_not_wait
+from ..flow.trial import untrue
+from ..graph.local_notes import NOTES
+
+_MESSAGES = ("_c10d_functional", "_dtensor")
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """A call on this rank. results: its values, DTensors or not, in `tree`."""
+
+    module: fx.GraphModule
+    results: tuple[Any, ...]
+    tree: pytree.TreeSpec
+
+    @property
+    def sends(self) -> bool:
+        """Tell whether it takes a message."""
+        targets = (node.target for node in self.module.graph.nodes)
+        return any(getattr(x, "namespace", "") in _MESSAGES for x in targets)
+
+
+class LocalCalls:
+    """The calls of one graph, by what they depend on.
+
+    table: how local calls are decomposed, as the compiler after this wants them.
+    runs, copies: how many calls were run, and how often one was met again.
+    """
+
+    def __init__(self, mesh: DeviceMesh, table: Decompositions) -> None:
+        self.mesh, self.table = mesh, {**table, **DECOMPOSED}
+        self.runs = self.copies = 0
+        self._known: dict[Any, LocalCall] = {}
+
+    def of(self, call: Callable[..., Any], args: Any, kwargs: Any = {}) -> LocalCall:  # noqa: B006
+        """Return what call(*args, **kwargs) is, for fake DTensors and plain values.
+
+        Raises: whatever DTensor raises for a call that it cannot do.
+        """
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        key = (call, tree, *map(_key, leaves))
+        known = self._known.get(key)
+        if known is None:
+            self.runs += 1
+            known = self._known[key] = self._traced(call, leaves, tree)
+        else:
+            self.copies += 1
+        return known
+
+    def _traced(
+        self, call: Callable[..., Any], leaves: Sequence[Any], tree: pytree.TreeSpec
+    ) -> LocalCall:
+        found: list[Any] = []
+
+        def run(*local: Tensor) -> list[Any]:
+            parts = iter(local)
+            given = [
+                _with_local(x, next(parts)) if isinstance(x, Tensor) else x
+                for x in leaves
+            ]
+            args, kwargs = pytree.tree_unflatten(given, tree)
+            misread = MisreadRules()  # type: ignore[no-untyped-call]
+            with implicit_replication(), misread:
+                given = call(*args, **kwargs)
+            if problem := misread.problem or untrue(given):
+                raise RewriteError(problem)
+            results, structure = pytree.tree_flatten(given)
+            results = [_summed(x) if must_not_wait(x) else x for x in results]
+            found[:] = results, structure
+            return [_local(x) for x in results]
+
+        operands = [_unshared(_local(x)) for x in leaves if isinstance(x, Tensor)]
+        module = make_fx(run, decomposition_table=self.table)(*operands)
+        results, structure = found
+        return LocalCall(module, tuple(results), structure)
+
+
+def copied(
+    call: LocalCall, operands: Sequence[fx.Node], graph: fx.Graph, like: fx.Node
+) -> Any:
+    """Copy the nodes of a call to where `graph` inserts; return those of its results.
+
+    operands: the local nodes of its operands that are tensors, in order. like: the node
+        on whose behalf they stand, whose notes they get.
+    """
+    notes = {key: like.meta[key] for key in NOTES if key in like.meta}
+    remaining, new = iter(operands), dict[fx.Node, Any]()
+    for node in call.module.graph.nodes:
+        if node.op == "placeholder":
+            new[node] = next(remaining)
+        elif node.op == "get_attr":
+            new[node] = _constant(graph, getattr(call.module, str(node.target)))
+        elif node.op == "call_function":
+            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].meta.update(notes)
+    results: Any = call.module.graph.output_node().args[0]
+    written = [new[x] if isinstance(x, fx.Node) else x for x in results]
+    return pytree.tree_unflatten(written, call.tree)
+
+
+def replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return x, which every rank has in whole, as a DTensor."""
+    return placed(x, mesh, (Replicate(),) * mesh.ndim, x)
+
+
+def placed(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor
+) -> DTensor:
+    """Return the DTensor whose part here is `local`, with the sizes of `whole`."""
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def _summed(x: DTensor) -> DTensor:
+    """Combine the parts of x at once; Note [Sums that wait]."""
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
+
+
+def _constant(graph: fx.Graph, value: Any) -> fx.Node:
+    owner = graph.owning_module
+    assert owner is not None, "a graph that is compiled belongs to a module"
+    name = f"local_constant_{sum(1 for _ in owner.buffers())}"
+    owner.register_buffer(name, value, persistent=False)
+    node = graph.get_attr(name)
+    node.meta["val"] = value
+    return node
+
+
+def _local(x: Any) -> Any:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def _unshared(x: Tensor) -> Tensor:
+    """Return a tensor of its own like x.
+
+    Results of calls that are alike are one fake tensor, and a tracer tells operands
+    apart by identity: a product of two such results would be a square.
+    """
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _with_local(x: Any, local: Tensor) -> Any:
+    if isinstance(x, DTensor):
+        return DTensor(local, x._spec, requires_grad=False)
+    return local
+
+
+def _key(x: Any) -> Any:
+    """Return what a call depends on of an argument."""
+    if not isinstance(x, Tensor):
+        return type(x), str(x)
+    local = _local(x)
+    of_local = (local.shape, local.stride(), local.dtype, local.device)
+    placements = x.placements if isinstance(x, DTensor) else None
+    return placements, x.shape, x.stride(), *of_local

@@ -1,0 +1,148 @@
+"""Calls that move tokens to other ranks, where DTensor would gather the sequence.
+
+slice(x, 1, 1, S)      shifts   ->  cp.moved_tokens: each rank sends what it lends
+slice_backward, constant_pad_nd, roll, flip, cat, slice_scatter: likewise
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from cpcompile.torch_private.operators import OpOverload
+
+from ..graph.constant_arguments import MeshAxis
+from ..placement.token_moves import are_few, cp_move_tokens
+
+aten = torch.ops.aten
+Move = Callable[..., tuple[list[Any], int, str, tuple[Any, ...]] | None]
+"""Returns sources, dimension, what moves them, and how; None if nothing moves."""
+
+
+def move_rules(cp_axis: MeshAxis) -> dict[Any, Callable[..., Any]]:
+    """Return the rules, by call."""
+    return {
+        call: functools.partial(_run, call, move, cp_axis)
+        for call, move in _MOVES.items()
+    }
+
+
+def _run(
+    call: OpOverload, move: Move, cp_axis: MeshAxis, *args: Any, **options: Any
+) -> Any:
+    moved = None if options else move(cp_axis, *args)
+    if moved is None:
+        return call(*args, **options)
+    sources, dim, how, more = moved
+    return cp_move_tokens(sources, cp_axis, dim, how, *more)
+
+
+def _is_cut(x: Any, cp_axis: MeshAxis, dim: int) -> bool:
+    """Tell whether x is cut along `dim`, on the axis of the sequence alone."""
+    if not isinstance(x, DTensor) or are_few(x.shape[dim], cp_axis.size):
+        return False
+    cut = [axis for axis, p in enumerate(x.placements) if p == Shard(dim)]
+    return cut == [cp_axis.axis]
+
+
+def _slice(
+    cp_axis: MeshAxis,
+    x: Any,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int = 1,
+) -> Any:
+    dim %= x.ndim
+    begin, end, step = slice(start, stop, step).indices(x.shape[dim])
+    count = len(range(begin, end, step))
+    if not _is_cut(x, cp_axis, dim) or count == x.shape[dim]:
+        return None
+    if are_few(count, cp_axis.size):
+        return None
+    return [x], dim, "slice", (begin, end, step)
+
+
+def _slice_backward(
+    cp_axis: MeshAxis,
+    x: Any,
+    sizes: Sequence[int],
+    dim: int,
+    start: int,
+    stop: int,
+    step: int,
+) -> Any:
+    dim %= x.ndim
+    begin, end, step = slice(start, stop, step).indices(sizes[dim])
+    if not _is_cut(x, cp_axis, dim) or step != 1 or x.shape[dim] == sizes[dim]:
+        return None
+    return [x], dim, "pad", (begin, sizes[dim] - end, "constant")
+
+
+def _pad(cp_axis: MeshAxis, x: Any, pad: Sequence[int], value: float = 0.0) -> Any:
+    at = [i for i in range(0, len(pad), 2) if pad[i] or pad[i + 1]]
+    if len(at) != 1 or value:
+        return None
+    dim = x.ndim - 1 - at[0] // 2
+    before, after = pad[at[0]], pad[at[0] + 1]
+    tokens = x.shape[dim] + before + after
+    if not _is_cut(x, cp_axis, dim) or are_few(tokens, cp_axis.size):
+        return None
+    return [x], dim, "pad", (before, after, "constant")
+
+
+def _roll(
+    cp_axis: MeshAxis, x: Any, shifts: Sequence[int], dims: Sequence[int] = ()
+) -> Any:
+    if len(dims) != 1 or not _is_cut(x, cp_axis, dim := dims[0] % x.ndim):
+        return None
+    return [x], dim, "roll", (shifts[0],)
+
+
+def _flip(cp_axis: MeshAxis, x: Any, dims: Sequence[int]) -> Any:
+    if len(dims) != 1 or not _is_cut(x, cp_axis, dim := dims[0] % x.ndim):
+        return None
+    return [x], dim, "flip", ()
+
+
+def _cat(cp_axis: MeshAxis, xs: Sequence[Any], dim: int = 0) -> Any:
+    tensors = [x for x in xs if isinstance(x, Tensor)]
+    dim %= tensors[0].ndim
+    if not any(_is_cut(x, cp_axis, dim) for x in tensors):
+        return None
+    if len({x.dtype for x in tensors}) > 1:
+        return None
+    return tensors, dim, "cat", ()
+
+
+def _slice_scatter(
+    cp_axis: MeshAxis,
+    x: Any,
+    source: Any,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int = 1,
+) -> Any:
+    dim %= x.ndim
+    begin, end, step = slice(start, stop, step).indices(x.shape[dim])
+    count = len(range(begin, end, step))
+    if not _is_cut(x, cp_axis, dim) or count == x.shape[dim] or x.dtype != source.dtype:
+        return None
+    return [x, source], dim, "assign", (begin, end, step)
+
+
+_MOVES: dict[Any, Move] = {
+    aten.slice.Tensor: _slice,
+    aten.slice_backward.default: _slice_backward,
+    aten.constant_pad_nd.default: _pad,
+    aten.roll.default: _roll,
+    aten.flip.default: _flip,
+    aten.cat.default: _cat,
+    aten.slice_scatter.default: _slice_scatter,
+}

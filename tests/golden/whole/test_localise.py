@@ -1,0 +1,125 @@
+"""The joint graph of the whole sequence becomes that of one rank."""
+
+import json
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from cpcompile import logs
+from cpcompile.passes import pipeline
+from tests.golden.capture import warnings
+from tests.golden.golden_text import assert_golden, lines_with
+from tests.support.settings import split
+
+MESH_AXES = {"cp": 4}
+
+
+def localised(fn, mesh, *args, shard, **given):
+    """The text of the local joint graph of fn(*args)."""
+    texts = []
+    given |= {"mesh": mesh, "shard": shard, "inner": "aot_eager", "graph": "joint"}
+    options, settings = split(given)
+    with settings, pytest.MonkeyPatch.context() as patch:
+        trace = pipeline.readable
+        patch.setattr(
+            pipeline,
+            "_trace",
+            lambda graph, name: name == "cp_localise" and texts.append(trace(graph)),
+        )
+        torch.compile(fn, backend="cp", fullgraph=True, options=options)(*args)
+    (text,) = texts
+    return text
+
+
+def test_a_model_and_its_loss(mesh):
+    """Ids are whole, and their parts are read; ranks add losses and gradients."""
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+
+    def loss(ids, labels):
+        return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+
+    ids = torch.zeros(2, 10, dtype=torch.long)
+    shard = {"ids": 1, "labels": 1}
+    text = localised(loss, mesh, ids, ids.clone(), shard=shard)
+    named = ("split", "embedding", "mm", "gather", "all_reduce", "return")
+    assert_golden(
+        lines_with(text, *named),
+        """\
+split = aten.split.Tensor(primals_2, split_size=3, dim=1)
+getitem_1 = split[1]
+split_1 = aten.split.Tensor(primals_4, split_size=3, dim=1)
+getitem_5 = split_1[1]
+embedding_1 = aten.embedding(primals_1, clone)
+view_6 = aten.view(embedding_1, size=[-1, 8])
+mm_3 = aten.mm(view_6, t_5)
+view_7 = aten.view(mm_3, size=[2, 3, 16])
+gather_1 = aten.gather(_log_softmax_1, dim=1, index=unsqueeze_3)
+squeeze_1 = aten.squeeze.dims(gather_1, dim=[1])
+view_13 = aten.view(embedding_1, size=[-1, 8])
+mm_4 = aten.mm(t_6, view_13)
+t_7 = aten.t(mm_4)
+mm_5 = aten.mm(view_14, t_8)
+view_15 = aten.view(mm_5, size=[2, 3, 8])
+embedding_dense_backward_1 = aten.embedding_dense_backward(view_15, clone,
+    num_weights=16, padding_idx=-1, scale_grad_by_freq=False)
+all_reduce = _c10d_functional.all_reduce(div_2, reduce_op='sum', group_name='0')
+wait_tensor = _c10d_functional.wait_tensor(all_reduce)
+all_reduce_1 = _c10d_functional.all_reduce(embedding_dense_backward_1, reduce_op='sum',
+    group_name='0')
+wait_tensor_1 = _c10d_functional.wait_tensor(all_reduce_1)
+all_reduce_2 = _c10d_functional.all_reduce(t_9, reduce_op='sum', group_name='0')
+wait_tensor_2 = _c10d_functional.wait_tensor(all_reduce_2)
+return [wait_tensor, wait_tensor_1, None, wait_tensor_2, None]""",
+    )
+
+
+def test_a_shift_sends_the_tokens_at_borders(mesh):
+    """Forward and backward are moves of their own."""
+    linear = nn.Linear(8, 8)
+    x = torch.randn(2, 12, 8)
+    text = localised(lambda x: linear(x)[:, 1:].square().sum(), mesh, x, shard={"x": 1})
+    assert_golden(
+        lines_with(text, "moved_tokens"),
+        """\
+moved_tokens = cp.moved_tokens([view_6], dim=1, lengths=[12],
+    layouts='contiguous contiguous', pieces=[0, 1, 11, 0, 1, 1], length=11, fill=0,
+    group='0')
+view_7 = aten.view(moved_tokens, size=[2, 3, 8])
+moved_tokens_1 = cp.moved_tokens([view_8], dim=1, lengths=[11],
+    layouts='contiguous contiguous', pieces=[-1, 0, 12, 0, 1, 1, 0, 0, 11, 1, 1, 1],
+    length=12, fill=0, group='0')
+view_9 = aten.view(moved_tokens_1, size=[2, 3, 8])""",
+    )
+    assert "all_gather" not in text
+
+
+def test_what_fails_on_another_rank_is_gathered_here_too(mesh, monkeypatch, caplog):
+    """Here nothing fails; the other rank's second answer is ours."""
+    logs.warn_once.cache_clear()
+    reason = "aten.sin.default at <top level>: it gives [2, 3, 8] of [2, 10, 8]"
+    answers = iter([{"sin": reason}])
+
+    def other(text):
+        return [text, json.dumps(next(answers, json.loads(text)))]
+
+    monkeypatch.setattr(
+        "cpcompile.compile.attempts.all_gather_text",
+        lambda group, text, doing: other(text),
+    )
+    x = torch.randn(2, 10, 8)
+    weight = nn.Parameter(torch.randn(8))
+    text = localised(lambda x: (x * weight).sin().sum(1), mesh, x, shard={"x": 1})
+    assert_golden(
+        lines_with(text, "all_gather", "sin", "cos"),
+        """\
+all_gather_into_tensor = _c10d_functional.all_gather_into_tensor(mul_6, group_size=4,
+    group_name='0')
+wait_tensor_2 = _c10d_functional.wait_tensor(all_gather_into_tensor)
+sin_2 = aten.sin(clone_3)
+split_4 = aten.split.Tensor(sin_2, split_size=3, dim=1)
+cos_2 = aten.cos(mul_6)
+mul_7 = aten.mul.Tensor(clone_5, cos_2)""",
+    )
+    assert f"sin runs on gathered tensors, because {reason}" in warnings(caplog)
