@@ -19,15 +19,15 @@ MESH_AXES = {"cp": 4}
 def localised(fn, mesh, *args, shard, **given):
     """The text of the local joint graph of fn(*args)."""
     texts = []
-    given |= {"mesh": mesh, "shard": shard, "inner": "aot_eager", "graph": "joint"}
-    options, settings = split(given)
+    how = {"mesh": mesh, "shard": shard, "inner": "aot_eager", "graph": "joint"}
+    options, settings = split(how | given)
     with settings, pytest.MonkeyPatch.context() as patch:
-        trace = pipeline.readable
-        patch.setattr(
-            pipeline,
-            "_trace",
-            lambda graph, name: name == "cp_localise" and texts.append(trace(graph)),
-        )
+
+        def traced(graph, name):
+            if name == "cp_localise":
+                texts.append(pipeline.readable(graph))
+
+        patch.setattr(pipeline, "_trace", traced)
         torch.compile(fn, backend="cp", fullgraph=True, options=options)(*args)
     (text,) = texts
     return text
@@ -77,8 +77,7 @@ return [wait_tensor, wait_tensor_1, None, wait_tensor_2, None]""",
 
 def test_a_shift_sends_the_tokens_at_borders(mesh):
     """Forward and backward are moves of their own."""
-    linear = nn.Linear(8, 8)
-    x = torch.randn(2, 12, 8)
+    linear, x = nn.Linear(8, 8), torch.randn(2, 12, 8)
     text = localised(lambda x: linear(x)[:, 1:].square().sum(), mesh, x, shard={"x": 1})
     assert_golden(
         lines_with(text, "moved_tokens"),
@@ -108,8 +107,7 @@ def test_what_fails_on_another_rank_is_gathered_here_too(mesh, monkeypatch, capl
         "cpcompile.compile.attempts.all_gather_text",
         lambda group, text, doing: other(text),
     )
-    x = torch.randn(2, 10, 8)
-    weight = nn.Parameter(torch.randn(8))
+    x, weight = torch.randn(2, 10, 8), nn.Parameter(torch.randn(8))
     text = localised(lambda x: (x * weight).sin().sum(1), mesh, x, shard={"x": 1})
     assert_golden(
         lines_with(text, "all_gather", "sin", "cos"),

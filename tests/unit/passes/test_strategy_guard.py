@@ -96,7 +96,7 @@ def test_the_cost_model_has_a_border_on_both_sides():
 def test_the_chosen_strategy_stays(chosen):
     """Of its kind, though another is the cheapest at least for one of these."""
     plan = choose(OF_LATENTS, NO_COMPUTATION, strategy=chosen)
-    same = _only(plan, of_latents=False)
+    same = _only(plan, [x for x in Strategy if x is not Strategy.LATENTS])
     assert same is not None and same.chosen is plan.chosen
-    other = _only(plan, of_latents=True)
+    other = _only(plan, [Strategy.LATENTS])
     assert other is not None and other.chosen.strategy is Strategy.LATENTS
