@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from cpcompile.errors import RewriteError
 from cpcompile.ops.dtensor.local_part import contiguous_strides
+from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import StridedShard, TensorMeta
 from cpcompile.torch_private.operators import OpOverload
 
+from ..flow.trial import DRAWS_NUMBERS
 from ..graph.constant_arguments import MeshAxis
 from .move_rules import move_rules
 
@@ -42,6 +45,8 @@ def _rule_of(call: Any) -> Callable[..., Any]:
         return _expand
     if call in _DRAWING:
         return _drawing(call)
+    if isinstance(call, OpOverload) and torch.Tag.nondeterministic_seeded in call.tags:
+        return _of_whole_alone(call)
     if isinstance(call, OpOverload) and torch.Tag.pointwise in call.tags:
         return _element_wise(call)
     return call  # type: ignore[no-any-return]
@@ -66,6 +71,18 @@ def _drawing(call: OpOverload) -> Callable[..., Any]:
             return call(x, *args, **options)
         whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return call(whole, *args, **options)
+
+    return drawn
+
+
+def _of_whole_alone(call: OpOverload) -> Callable[..., Any]:
+    """Refuse shards: every rank would draw the same numbers for its own part."""
+
+    def drawn(*args: Any, **options: Any) -> Any:
+        operands = pytree.tree_leaves((args, options))
+        if any(not p.is_replicate() for x in operands for p in _placements(x)):
+            raise RewriteError(DRAWS_NUMBERS)
+        return call(*args, **options)
 
     return drawn
 
@@ -96,8 +113,10 @@ def _along(call: OpOverload) -> Callable[..., Any]:
         if not _are_cut_alike([x, *others], dim % x.ndim):
             return call(whole, dim, *rest, **options)
         local = call(_local(x), dim, *map(_local, others), **options)
-        shape = others[0].shape if call is aten.gather.default else x.shape
-        meta = TensorMeta(shape, contiguous_strides(shape), local.dtype)
+        looks_up = call is aten.gather.default
+        shape = others[0].shape if looks_up else x.shape
+        strides = contiguous_strides(shape) if looks_up else x.stride()
+        meta = TensorMeta(shape, strides, local.dtype)
         # It says more of a placement than `placements`: how a strided one is read.
         spec = dataclasses.replace(x._spec, tensor_meta=meta)
         return DTensor(local, spec, requires_grad=False)

@@ -148,7 +148,9 @@ def _summed(x: DTensor) -> DTensor:
 def _constant(graph: fx.Graph, value: Any) -> fx.Node:
     owner = graph.owning_module
     assert owner is not None, "a graph that is compiled belongs to a module"
-    name = f"local_constant_{sum(1 for _ in owner.buffers())}"
+    # One tensor may have several names, of calls that are alike.
+    names = dict(owner.named_buffers(remove_duplicate=False))
+    name = f"local_constant_{len(names)}"
     owner.register_buffer(name, value, persistent=False)
     node = graph.get_attr(name)
     node.meta["val"] = value
@@ -180,5 +182,8 @@ def _key(x: Any) -> Any:
         return type(x), str(x)
     local = _local(x)
     of_local = (local.shape, local.stride(), local.dtype, local.device)
-    placements = x.placements if isinstance(x, DTensor) else None
-    return placements, x.shape, x.stride(), *of_local
+    if not isinstance(x, DTensor):
+        return x.shape, *of_local
+    # How a strided shard is read is not in its placement; torch 2.13.
+    reads = getattr(x._spec, "use_strided_shard_as_shard_order", None)
+    return x.placements, reads, x.shape, x.stride(), *of_local

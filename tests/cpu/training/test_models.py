@@ -55,15 +55,8 @@ def check_run(pools, name, seq, world, door, how):
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_forced_strategies_and_sharded_outputs(pools, strategy):
-    runs = pools[2].run(
-        run_model,
-        "small_gpt",
-        64,
-        2,
-        "plain",
-        {"inner": "aot_eager", "strategy": strategy, "gather_outputs_megabytes": 0},
-        timeout=120,
-    )
+    how = {"inner": "aot_eager", "strategy": strategy, "gather_outputs_megabytes": 0}
+    runs = pools[2].run(run_model, "small_gpt", 64, 2, "plain", how, timeout=120)
     for rank, run in enumerate(runs):
         check_model("small_gpt", 64, run["values"], rank)
         assert run["result_types"] == ("Tensor", "DTensor")
