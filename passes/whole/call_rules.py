@@ -18,7 +18,7 @@ from cpcompile.torch_private.operators import OpOverload
 
 from ..flow.trial import DRAWS_NUMBERS
 from ..graph.constant_arguments import MeshAxis
-from .move_rules import move_rules
+from .sequence_moves import move_rules
 
 aten = torch.ops.aten
 

@@ -3,9 +3,9 @@
     mm(view(x, [B*S, K]), w)           ->  view(linear(x, w), [B*S, N])
     mm(t(view(dy, [B*S, N])), view(x)) ->  weight_gradient(dy, x)
 
-AOTAutograd flattens them, and a shard of tokens cannot be flattened with the batch; see
-cpcompile.ops.products. A view that follows and undoes the flattening goes, also behind
-a bias.
+AOTAutograd flattens them, and a shard of tokens cannot be flattened with the batch
+(cpcompile.ops.unflattened_linear). A view that follows and undoes the flattening goes,
+also behind a bias.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from cpcompile.ops.products import LINEAR, WEIGHT_GRADIENT
+from cpcompile.ops.unflattened_linear import LINEAR, WEIGHT_GRADIENT
 
 from ..graph.graph_pass import graph_pass
 from ..graph.local_notes import NOTES

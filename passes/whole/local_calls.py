@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.errors import RewriteError
-from cpcompile.ops.products import DECOMPOSED
+from cpcompile.ops.unflattened_linear import DECOMPOSED
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
 

@@ -1,4 +1,4 @@
-"""DTensor's rules of `ops.products`: rows, columns, and sums of parts."""
+"""DTensor's rules of `ops.unflattened_linear`: rows, columns, and sums of parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from cpcompile.ops.products import LINEAR, WEIGHT_GRADIENT
+from cpcompile.ops.unflattened_linear import LINEAR, WEIGHT_GRADIENT
 
 WHOLE = Replicate()
 
