@@ -18,7 +18,6 @@ from torch import Tensor
 
 from cpcompile.cost.plans import Strategy
 from cpcompile.errors import RewriteError
-from cpcompile.geometry.layout import Layout
 from cpcompile.passes.graph.context import Context, InputKind
 from cpcompile.torch_private.operators import get_decompositions
 
@@ -31,8 +30,7 @@ _STRATEGIES = (Strategy.RING, Strategy.ALL_GATHER)
 
 def for_joint_graph(ctx: Context) -> Context:
     """Return what passes know, with the strategies and the layout that are there."""
-    layout = Layout.CONTIGUOUS if ctx.layout is None else ctx.layout
-    return dataclasses.replace(ctx, strategies=_STRATEGIES, layout=layout)
+    return dataclasses.replace(ctx, strategies=_STRATEGIES)
 
 
 def check_capture(ctx: Context) -> None:
@@ -42,15 +40,13 @@ def check_capture(ctx: Context) -> None:
     lacks += [
         f"attention at {call.path}: {plan.chosen.label}"
         for call, plan in ctx.findings.plans.items()
-        if plan.strategy not in _STRATEGIES or plan.layout is not Layout.CONTIGUOUS
+        if plan.strategy not in _STRATEGIES
     ]
-    if ctx.layout is not Layout.CONTIGUOUS:
-        lacks.append(f"layout {ctx.layout}")
     if lacks:
         raise RewriteError(
             f'cpcompile.config.graph is "joint", which lacks {lacks[0]}; needed '
-            f'"model", or {" or ".join(x.value for x in _STRATEGIES)} in the '
-            "contiguous layout, on one mesh axis, with parameters that are whole"
+            f'"model", or {" or ".join(x.value for x in _STRATEGIES)}, on one mesh '
+            "axis, with parameters that are whole"
         )
 
 

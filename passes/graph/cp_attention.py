@@ -21,6 +21,7 @@ OPERATORS: dict[Strategy, OpOverload] = {
 }
 SPLIT_KV = OPERATORS[Strategy.SPLIT_KV]
 CALL = "cp_attention_call"  # in a node's meta
+PLAN = "cp_attention_plan"  # in what AOTAutograd keeps of it, "custom": its place
 
 
 def is_cp_attention(node: fx.Node) -> bool:

@@ -55,7 +55,9 @@ def _token_dim(placement: Any) -> tuple[int, int]:
     return placement.dim, getattr(placement, "split_factor", 1)
 
 
-def _pick(x: Tensor, dim: int, outer: int, length: int, index: Tensor) -> Tensor:
+def pick_tokens(
+    x: Tensor, dim: int, outer: int, length: int, index: Tensor
+) -> Tensor:
     """Pick tokens of a plain tensor whose `dim` is [outer, length, inner], by index."""
     split = x.unflatten(dim, (outer, length, x.shape[dim] // (outer * length)))
     picked: Tensor = split.index_select(dim + 1, index)
@@ -77,7 +79,7 @@ class _Placed(torch.autograd.Function):
         ctx.whole = x.placements
         dim, outer = _token_dim(placements[axis])
         index = tokens.positions(mesh.get_local_rank(axis), x.device)
-        picked = _pick(x.to_local(), dim, outer, tokens.length, index)
+        picked = pick_tokens(x.to_local(), dim, outer, tokens.length, index)
         return dtensor_of(picked, mesh, placements, x.shape)
 
     @staticmethod
@@ -87,7 +89,7 @@ class _Placed(torch.autograd.Function):
         # Gathered as it lies, in the order of the ranks.
         permuted = grad.redistribute(placements=ctx.whole)
         index = ctx.tokens.inverse(grad.device)
-        local = _pick(permuted.to_local(), dim, outer, ctx.tokens.length, index)
+        local = pick_tokens(permuted.to_local(), dim, outer, ctx.tokens.length, index)
         result = dtensor_of(local, grad.device_mesh, ctx.whole, grad.shape)
         return result, None, None, None
 
@@ -101,7 +103,7 @@ class _Reordered(torch.autograd.Function):
     ) -> Tensor:
         ctx.rest = dim, outer, tokens, not natural
         index = (tokens.inverse if natural else tokens.permutation)(x.device)
-        return _pick(x, dim, outer, tokens.length, index)
+        return pick_tokens(x, dim, outer, tokens.length, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,53 +12,70 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.errors import RewriteError
+from cpcompile.geometry.layout import Layout
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import StridedShard, TensorMeta
 from cpcompile.torch_private.operators import OpOverload
 
 from ..flow.trial import DRAWS_NUMBERS
-from ..graph.constant_arguments import MeshAxis
+from ..graph.sequence_tokens import TokenDim
 from .sequence_moves import move_rules
+from .token_order import TokenOrder, in_order
 
 aten = torch.ops.aten
 
 
 class CallRules:
-    """The rules for one mesh axis."""
+    """The rules for tokens in one order."""
 
-    def __init__(self, cp_axis: MeshAxis) -> None:
-        self._known = move_rules(cp_axis)
+    def __init__(self, order: TokenOrder) -> None:
+        self.order = order
+        self._known = move_rules(order.cp_axis, order.layout)
 
     def of(self, call: Any) -> Callable[..., Any]:
         """Return what to run for a call on DTensors: a rule of ours, or the call."""
         if call not in self._known:
-            self._known[call] = _rule_of(call)
+            self._known[call] = _rule_of(call, self.order)
         return self._known[call]
 
 
-def _rule_of(call: Any) -> Callable[..., Any]:
+def cuts_in_order(call: Any) -> bool:
+    """Tell whether a rule of ours cuts what is whole, in the order of the tokens."""
+    return call in (*_ROWS, aten.native_dropout.default) or _is_element_wise(call)
+
+
+def _rule_of(call: Any, order: TokenOrder) -> Callable[..., Any]:
     if call in _ROWS:
-        return _along(call)
+        return _along(call, order)
     if call is aten.native_dropout.default:
-        return _dropout
+        return functools.partial(_dropout, order)
     if call is aten.expand.default:
         return _expand
     if call in _DRAWING:
         return _drawing(call)
     if isinstance(call, OpOverload) and torch.Tag.nondeterministic_seeded in call.tags:
         return _of_whole_alone(call)
-    if isinstance(call, OpOverload) and torch.Tag.pointwise in call.tags:
-        return _element_wise(call)
+    if _is_element_wise(call):
+        return _element_wise(call, order)
     return call  # type: ignore[no-any-return]
 
 
-def _element_wise(call: OpOverload) -> Callable[..., Any]:
-    """Cut what is whole as rows of a flattened batch are cut, which DTensor cannot."""
+def _is_element_wise(call: Any) -> bool:
+    return isinstance(call, OpOverload) and torch.Tag.pointwise in call.tags
+
+
+def _element_wise(call: OpOverload, order: TokenOrder) -> Callable[..., Any]:
+    """Cut what is whole as rows of a flattened batch are cut, which DTensor cannot.
+
+    Nor does DTensor know of the order of laid out tokens.
+    """
+    always = order.layout is not Layout.CONTIGUOUS
 
     def elements(*args: Any, **options: Any) -> Any:
-        if any(isinstance(p, StridedShard) for x in args for p in _placements(x)):
-            return call(*_cut_alike(list(args)), **options)
+        rows = any(isinstance(p, StridedShard) for x in args for p in _placements(x))
+        if always or rows:
+            return call(*_cut_alike(list(args), order), **options)
         return call(*args, **options)
 
     return elements
@@ -87,13 +105,13 @@ def _of_whole_alone(call: OpOverload) -> Callable[..., Any]:
     return drawn
 
 
-def _dropout(x: Any, p: float, train: bool | None) -> Any:
+def _dropout(order: TokenOrder, x: Any, p: float, train: bool | None) -> Any:
     """Draw one mask for all tokens; each rank reads its rows of it."""
     if not isinstance(x, DTensor) or not train:
         return aten.native_dropout.default(x, p, train)
     whole = torch.ones(x.shape, dtype=x.dtype, device=x.device)
     factors, mask = aten.native_dropout.default(whole, p, train)
-    _, factors, mask = _cut_alike([x, factors, mask])
+    _, factors, mask = _cut_alike([x, factors, mask], order)
     return x * factors, mask
 
 
@@ -105,11 +123,11 @@ def _expand(x: Any, sizes: Sequence[int], **options: Any) -> Any:
     return aten.expand.default(x, sizes, **options)
 
 
-def _along(call: OpOverload) -> Callable[..., Any]:
+def _along(call: OpOverload, order: TokenOrder) -> Callable[..., Any]:
     """Run a look-up or a write along one dimension, row by row."""
 
     def rows(whole: Any, dim: int, *rest: Any, **options: Any) -> Any:
-        x, *others = _cut_alike([whole, *rest])
+        x, *others = _cut_alike([whole, *rest], order)
         if not _are_cut_alike([x, *others], dim % x.ndim):
             return call(whole, dim, *rest, **options)
         local = call(_local(x), dim, *map(_local, others), **options)
@@ -124,15 +142,15 @@ def _along(call: OpOverload) -> Callable[..., Any]:
     return rows
 
 
-def _cut_alike(operands: list[Any]) -> list[Any]:
+def _cut_alike(operands: list[Any], order: TokenOrder) -> list[Any]:
     """Cut operands that are whole as the first one that is cut."""
     cut = (x for x in operands if any(hasattr(p, "dim") for p in _placements(x)))
     like = next(cut, None)
-    return operands if like is None else [_cut_as(x, like) for x in operands]
+    return operands if like is None else [_cut_as(x, like, order) for x in operands]
 
 
-def _cut_as(x: Any, like: DTensor) -> Any:
-    if not isinstance(x, Tensor) or x.ndim != like.ndim:
+def _cut_as(x: Any, like: DTensor, order: TokenOrder) -> Any:
+    if not isinstance(x, Tensor) or not 0 < x.ndim <= like.ndim:
         return x
     if any(not p.is_replicate() for p in _placements(x)):
         return x
@@ -141,14 +159,19 @@ def _cut_as(x: Any, like: DTensor) -> Any:
         x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
     for axis, placement in enumerate(like.placements):
         dim = getattr(placement, "dim", None)
-        if dim is None or x.shape[dim] != like.shape[dim]:
+        own = -1 if dim is None else dim - (like.ndim - x.ndim)
+        if dim is None or own < 0 or x.shape[own] != like.shape[dim]:
             continue
+        tokens = order.tokens_of(like) if axis == order.cp_axis.axis else None
+        if tokens is not None and order.layout is not Layout.CONTIGUOUS:
+            length, where = tokens
+            x = in_order(x, TokenDim(own, where.outer), order.of_length(length))
         pieces = getattr(placement, "split_factor", 1)
-        apart = x.unflatten(dim, (pieces, -1)) if pieces > 1 else x
+        apart = x.unflatten(own, (pieces, -1)) if pieces > 1 else x
         placements = list(apart.placements)
-        placements[axis] = Shard(dim + (pieces > 1))
+        placements[axis] = Shard(own + (pieces > 1))
         x = apart.redistribute(placements=placements)
-        x = x.flatten(dim, dim + 1) if pieces > 1 else x
+        x = x.flatten(own, own + 1) if pieces > 1 else x
     return x
 
 

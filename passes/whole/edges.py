@@ -7,7 +7,7 @@ outside has the sizes of a shard in the local graph, and is one when it runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from cpcompile.geometry.layout import Layout
 from cpcompile.options import GradSync
 
 from ..graph.context import PARAMETERS, Context, GraphInput, InputKind, OutputPlacement
@@ -83,6 +84,12 @@ class Edges:
             self.results[place] = self._leaves(node, value)
         known = self.results[place]
         return self.everywhere if known is None else known.placements
+
+    def laid_out(self, place: int, layout: Layout) -> None:
+        """Note that a result leaves in a layout."""
+        known = self.results[place]
+        assert known is not None, "it leaves as a shard"
+        self.results[place] = replace(known, layout=layout)
 
     def _leaves(self, node: fx.Node, value: Any) -> OutputPlacement | None:
         if not isinstance(value, DTensor):

@@ -26,6 +26,7 @@ from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
 
 from ..flow.misread_rules import MisreadRules, must_not_wait
 from ..flow.trial import untrue
+from ..graph.constant_arguments import MeshAxis
 from ..graph.local_notes import NOTES
 
 _MESSAGES = ("_c10d_functional", "_dtensor")
@@ -34,17 +35,42 @@ Decompositions = Mapping[Any, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call on this rank. results: its values, DTensors or not, in `tree`."""
+    """A call on this rank.
+
+    operands: the tensors among its arguments, in order. results: its values, DTensors
+    or not, in `tree`.
+    """
 
     module: fx.GraphModule
+    operands: tuple[Tensor, ...]
     results: tuple[Any, ...]
     tree: pytree.TreeSpec
 
     @property
     def sends(self) -> bool:
-        """Tell whether it takes a message."""
+        """Tell whether it takes a message of DTensor's."""
         targets = (node.target for node in self.module.graph.nodes)
         return any(getattr(x, "namespace", "") in _MESSAGES for x in targets)
+
+    def brings_together(self, cp_axis: MeshAxis) -> bool:
+        """Tell whether it brings entries of ranks of an axis together.
+
+        An operator of ours may do so, or may count on their order.
+        """
+        mesh = cp_axis.mesh
+        others = {
+            mesh.get_group(axis).group_name
+            for axis in range(mesh.ndim)
+            if axis != cp_axis.axis
+        }
+        for node in self.module.graph.nodes:
+            namespace = getattr(node.target, "namespace", "")
+            texts = {x for x in node.args if isinstance(x, str)}
+            if namespace in _MESSAGES and texts and not texts & others:
+                return True
+            if namespace == "cp":
+                return True
+        return False
 
 
 class LocalCalls:
@@ -96,10 +122,11 @@ class LocalCalls:
             found[:] = results, structure
             return [_local(x) for x in results]
 
-        operands = [_unshared(_local(x)) for x in leaves if isinstance(x, Tensor)]
-        module = make_fx(run, decomposition_table=self.table)(*operands)
+        operands = tuple(x for x in leaves if isinstance(x, Tensor))
+        given = [_unshared(_local(x)) for x in operands]
+        module = make_fx(run, decomposition_table=self.table)(*given)
         results, structure = found
-        return LocalCall(module, tuple(results), structure)
+        return LocalCall(module, operands, tuple(results), structure)
 
 
 def copied(

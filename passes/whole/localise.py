@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,18 +33,25 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from cpcompile.geometry.layout import Layout
 from cpcompile.logs import warn_once
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import detect_fake_mode, failing_quietly
 
 from ..graph.constant_arguments import MeshAxis
-from ..graph.context import InputKind
 from ..graph.graph_pass import graph_pass
 from ..graph.nodes import where
+from ..model.layouts.lay_out_tokens import note_relayouts
+from .attention_nodes import is_attention, needs_order, with_layout
 from .call_rules import CallRules
-from .edges import Edges, gradient_as, placed_as
-from .local_calls import Decompositions, LocalCalls, copied, replicated
+from .cut_constants import constants
+from .edge_values import EdgeValues
+from .edges import Edges
+from .local_calls import Decompositions, LocalCall, LocalCalls, copied, replicated
+from .local_values import Made, Pair, value_of
+from .order_tokens import order_tokens, relayouts
+from .token_order import TokenOrder, in_order
 
 _OURS = "cp"  # operators that read what they need of a value that is whole
 
@@ -71,11 +77,16 @@ def localise(graph: fx.Graph, program: WholeProgram) -> int:
     assert fake_mode is not None, "AOTAutograd's inputs are fake"
     failed: dict[str, str] | None = {}
     with fake_mode, torch.no_grad(), failing_quietly():
+        calls = LocalCalls(ctx.mesh, program.table)
+        order = TokenOrder(MeshAxis(ctx.mesh, ctx.axis))
         while failed is not None:
-            attempt = Localise(joint, program, failed)
+            attempt = Localise(joint, program.edges, calls, order, failed)
             attempt.run()
             of_ranks = map(json.loads, ctx.all_gather_text(json.dumps(attempt.failed)))
             if (failed := _union(list(of_ranks))) is not None:
+                attempt.undo()
+            elif order.layout is Layout.CONTIGUOUS and (found := attempt.ordered()):
+                order, failed = found, attempt.failed  # Note [Two attempts]
                 attempt.undo()
         count = attempt.finish()
     results = program.edges.results
@@ -91,176 +102,70 @@ def _union(of_ranks: list[dict[str, str]]) -> dict[str, str] | None:
     return union
 
 
-class Localise:
+class Localise(EdgeValues):
     """One attempt to rewrite a joint graph.
 
     failed: calls that run on whole tensors, by the node's name, with the reason.
     """
 
     def __init__(
-        self, joint: fx.GraphModule, program: WholeProgram, failed: dict[str, str]
+        self,
+        joint: fx.GraphModule,
+        edges: Edges,
+        calls: LocalCalls,
+        order: TokenOrder,
+        failed: dict[str, str],
     ) -> None:
-        self.graph, self.joint = joint.graph, joint
-        self.edges, self.ctx = program.edges, program.edges.ctx
+        super().__init__(joint, edges, calls, order)
         self.failed = dict(failed)
-        self.calls = LocalCalls(self.ctx.mesh, program.table)
-        self.rules = CallRules(MeshAxis(self.ctx.mesh, self.ctx.axis))
-        # Values of the nodes, and the local nodes that have them; structures of both.
-        self.values: dict[fx.Node, Any] = {}
-        self.local: dict[fx.Node, Any] = {}
-        self._inputs: dict[fx.Node, Tensor] = {}  # that are shards outside
-        # Note [Plain values and their parts]
-        self.plain: set[fx.Node] = set()
-        self.parts: dict[fx.Node, tuple[Any, Any]] = {}
-        self._old = [x for x in self.graph.nodes if x.op == "call_function"]
-        self._results = self.graph.output_node().args
-        self._lengths: set[int] = set()
+        self.rules = {True: CallRules(order)}
+        self.rules[False] = CallRules(replace(order, layout=Layout.CONTIGUOUS))
+        self.old = [x for x in self.graph.nodes if x.op == "call_function"]
 
     def run(self) -> None:
         """Write the local nodes in front of the output, and have it return them."""
-        output = self.graph.output_node()
-        for node in self.graph.find_nodes(op="placeholder"):
-            self._note_length(node)
-        with self.graph.inserting_before(output):
-            for node in [
-                x for x in self.graph.nodes if x.op in ("placeholder", "get_attr")
-            ]:
-                self._enter(node)
-            for node in self._old:
+        with self.graph.inserting_before(self.graph.output_node()):
+            self.enter_all()
+            for node in self.old:
                 self._visit(node)
-            leaves, tree = pytree.tree_flatten(output.args[0])
-            notes = pytree.tree_leaves(output.meta.get("desc"))
-            if len(notes) != len(leaves):
-                notes = [None] * len(leaves)
-            pairs = zip(leaves, notes, strict=True)
-            leaves = [self._leave(x, note) for x, note in pairs]
-        output.args = (pytree.tree_unflatten(leaves, tree),)
+            self.leave_all()
 
     def undo(self) -> None:
         """Erase what was written, and have the graph return what it did."""
-        self.graph.output_node().args = self._results
-        old = {*self._old}
+        self.return_whole()
+        old = {*self.old}
         for node in reversed(list(self.graph.nodes)):
             if node.op == "call_function" and node not in old:
                 self.graph.erase_node(node)
 
     def finish(self) -> int:
         """Erase what is of the whole sequence; return how many calls that were."""
-        for node in reversed(self._old):
+        for node in reversed(self.old):
             self.graph.erase_node(node)
         self.graph.eliminate_dead_code()
-        for node, value in self._inputs.items():
+        for node, value in self.inputs.items():
             node.meta["val"] = value
+        if self.order.layout is not Layout.CONTIGUOUS:
+            note_relayouts(self.ctx, relayouts(self.graph), self.order.calls)
         for name, reason in self.failed.items():
             warn_once(f"{name} runs on gathered tensors, because {reason}")
-        return len(self._old)
-
-    # Edges
-
-    def _note_length(self, node: fx.Node) -> None:
-        known, _ = self.edges.input(node)
-        if known is None:
-            return
-        for p in self.edges.placements_inside(known):
-            if isinstance(p, Shard):
-                self._lengths.add(int(node.meta["val"].shape[p.dim]))
-
-    def _enter(self, node: fx.Node) -> None:
-        """Give an input its value; a gradient of a result gets it when it is read."""
-        value = node.meta.get("val")
-        if value is None and node.op == "get_attr":
-            value = getattr(self.joint, str(node.target))
-        if self.edges.result_of_tangent(node) is not None:
-            return
-        self.values[node], self.local[node] = value, node
-        self.plain.add(node)
-        known, learns = self.edges.input(node)
-        if known is None or not isinstance(value, Tensor):
-            return
-        placements = self.edges.placements_inside(known)
-        whole = replicated(value, self.ctx.mesh)
-        if known.has_local_part:
-            shard = self._given(node, whole, placements)
-            if value.is_floating_point():
-                self.plain.discard(node)
-                self.values[node] = shard
-            else:
-                self.parts[node] = shard, node
-                to = (shard, self.edges.everywhere)
-                gathered, self.local[node] = self._write(placed_as, to, (node,), node)
-                self.values[node] = gathered._local_tensor
-        elif known.kind is InputKind.FULL:
-            part = self._write(placed_as, (whole, placements), (node,), node)
-            if value.is_floating_point():
-                self.plain.discard(node)
-                self.values[node], self.local[node] = part
-            else:
-                self.parts[node] = part
-        elif learns:
-            self.plain.discard(node)
-            self.values[node] = whole
-
-    def _given(self, node: fx.Node, whole: DTensor, placements: Any) -> DTensor:
-        """Return the shard that an input is outside."""
-        shard = placed_as(whole, placements)
-        self._inputs[node] = shard._local_tensor
-        return shard
-
-    def _enter_gradient(self, node: fx.Node, place: int) -> None:
-        result = self._result_at(place)
-        placements = self.edges.leaves(place, result, self.values[result])
-        whole = replicated(node.meta["val"], self.ctx.mesh)
-        self.values[node] = self._given(node, whole, placements)
-        self.local[node] = node
-
-    def _result_at(self, place: int) -> fx.Node:
-        output = self.graph.output_node()
-        leaves: Any = pytree.tree_leaves(self._results[0])
-        notes = pytree.tree_leaves(output.meta["desc"])
-        places = map(self.edges.place, notes)
-        found: fx.Node = dict(zip(places, leaves, strict=True))[place]
-        return found
-
-    def _leave(self, x: Any, note: Any) -> Any:
-        """Return the local node of a result."""
-        if not isinstance(x, fx.Node):
-            return x
-        value = self._value(x)
-        place, known = self.edges.place(note), self.edges.gradient(note)
-        if place is not None:
-            placements = self.edges.leaves(place, x, value)
-        if not isinstance(value, DTensor):
-            return self.local[x]
-        if known is not None:
-            outside = self.edges.everywhere
-            if known.has_local_part:
-                outside = self.edges.placements_inside(known)
-            args: Any = (value, known, outside)
-            return self._write(gradient_as, args, (self.local[x],), x)[1]
-        if place is None:
-            placements = self.edges.everywhere
-        return self._write(placed_as, (value, placements), (self.local[x],), x)[1]
-
-    # Calls
-
-    def _value(self, node: fx.Node) -> Any:
-        if node not in self.values:
-            place = self.edges.result_of_tangent(node)
-            assert place is not None, f"{node} has no value"
-            self._enter_gradient(node, place)
-        return self.values[node]
+        return len(self.old)
 
     def _visit(self, node: fx.Node) -> None:
+        self.like = node
         if node.target is operator.getitem:
             self._pick(node)
             return
         operands = node.all_input_nodes
         for x in operands:
-            self._value(x)
+            self.value(x)
         if all(x in self.plain for x in operands):
             self.plain.add(node)
-            self.values[node], self.local[node] = self._of(node, set())
-            self._part_of(node)
+            call, locals_ = self._local_call(node)
+            self.values[node] = value_of(call)
+            self.local[node] = copied(call, locals_, self.graph, node)
+            for laid_out in self.sides:
+                self._part_of(node, laid_out)
         elif node.name in self.failed:
             self.values[node], self.local[node] = self._of_whole(node)
         else:
@@ -273,37 +178,40 @@ class Localise:
         self.local[node] = self.local[source][index]
         if source in self.plain:
             self.plain.add(node)
-        if source in self.parts:
-            value, local = self.parts[source]
-            self.parts[node] = value[index], local[index]
+        for laid_out in self.sides:
+            if source in self.parts[laid_out]:
+                value, local = self.parts[laid_out][source]
+                self.parts[laid_out][node] = value[index], local[index]
 
-    def _part_of(self, node: fx.Node) -> None:
+    def _part_of(self, node: fx.Node, laid_out: bool) -> None:
         """Compute this rank's part of a plain value, if that takes no message."""
-        with_parts = {x for x in node.all_input_nodes if x in self.parts}
-        if not with_parts:
+        parts = self.parts[laid_out]
+        if all(x not in parts for x in node.all_input_nodes):
             return
         try:
-            call, operands = self._local_call(node, with_parts)
+            call, operands = self._local_call(node, laid_out)
         except Exception as error:  # whatever DTensor's rules raise
             check_refusal(error, f"the part of {node.target}")
             return
-        value = pytree.tree_unflatten(list(call.results), call.tree)
+        value = value_of(call)
         if call.sends or _shape_problem(value, node.meta["val"]):
             return
-        if any(self._is_shard(x) for x in call.results):
-            self.parts[node] = value, copied(call, operands, self.graph, node)
+        if not any(self.is_shard(x) for x in call.results):
+            return
+        if laid_out and constants(call, self.order, node.target) is None:
+            if isinstance(value, DTensor):  # tokens meet: cut what is whole
+                whole = replicated(self.values[node], self.ctx.mesh)
+                local, placements = self.local[node], value.placements
+                parts[node] = self.cut(whole, local, placements, laid_out)
+            return
+        parts[node] = value, copied(call, operands, self.graph, node)
 
-    def _is_shard(self, x: Any) -> bool:
-        # A part of a flattened batch is no Shard.
-        return isinstance(x, DTensor) and hasattr(x.placements[self.ctx.axis], "dim")
-
-    def _of_shards(self, node: fx.Node) -> tuple[Any, Any]:
+    def _of_shards(self, node: fx.Node) -> Pair:
         """Write a call on shards, or else on whole tensors."""
-        ours = getattr(node.target, "namespace", "") == _OURS
-        parts = set() if ours else {x for x in node.all_input_nodes if x in self.parts}
+        laid_out = self.order.is_laid_out(node)
         try:
-            call, operands = self._local_call(node, parts)
-            value = pytree.tree_unflatten(list(call.results), call.tree)
+            call, operands = self._local_call(node, laid_out)
+            value = value_of(call)
             problem = _shape_problem(value, node.meta["val"])
         except Exception as error:  # whatever DTensor's rules raise
             check_refusal(error, f"{node.target} on shards")
@@ -311,28 +219,32 @@ class Localise:
         if problem is not None:
             self.failed[node.name] = f"{node.target} at {where(node)}: {problem}"
             return self._of_whole(node)
-        return self._shared_out(value, copied(call, operands, self.graph, node), node)
+        local = copied(call, operands, self.graph, node)
+        pair = self._shared_out(value, local, laid_out)
+        self.made[node] = Made(call, scattered=pair[0] is not value)
+        return pair
 
-    def _of_whole(self, node: fx.Node) -> tuple[Any, Any]:
+    def _of_whole(self, node: fx.Node) -> Pair:
         """Write a call on whole tensors, and cut the result as activations are."""
-        whole: dict[fx.Node, tuple[Any, Any]] = {}
+        self.made[node] = Made(None)
+        whole: dict[fx.Node, Pair] = {}
         for x in node.all_input_nodes:
             value, local = self.values[x], self.local[x]
             if isinstance(value, DTensor):
-                to = (value, self.edges.everywhere)
-                value, local = self._write(placed_as, to, (local,), x)
+                value, local = self.gathered(value, local, self.order.is_laid_out(x))
                 value = value._local_tensor
             whole[x] = value, local
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: whole[x][0])
         operands = [whole[x][1] for x in _operands(node)]
         call: Any = node.target
-        values, local = self._write(call, args, operands, node, kwargs)
-        return self._cut(values, local, node)
+        values, local = self.write(call, args, operands, kwargs)
+        return self._cut_alike(values, local, node)
 
-    def _cut(self, values: Any, local: Any, node: fx.Node) -> tuple[Any, Any]:
+    def _cut_alike(self, values: Any, local: Any, node: fx.Node) -> Pair:
         """Cut whole results along the dimension in which operands are cut."""
         given = [self.values[x] for x in node.all_input_nodes]
-        places = [x.placements for x in given if self._is_shard(x)]
+        places = [x.placements for x in given if self.is_shard(x)]
+        laid_out = self.order.is_laid_out(node)
         leaves, tree = pytree.tree_flatten(values)
         nodes = pytree.tree_leaves(local)
         pairs = []
@@ -342,62 +254,81 @@ class Localise:
                 pair = (replicated(x, self.ctx.mesh), own)
                 for placements in places:
                     dim = getattr(placements[self.ctx.axis], "dim", x.ndim)
-                    if dim < x.ndim and x.shape[dim] in self._lengths:
+                    if dim < x.ndim and x.shape[dim] in self.lengths:
                         to = self.edges.on_axis(Shard(dim))
-                        pair = self._write(placed_as, (pair[0], to), (own,), node)
+                        pair = self.cut(*pair, to, laid_out)
                         break
             pairs.append(pair)
         return tuple(
             pytree.tree_unflatten(list(part), tree) for part in zip(*pairs, strict=True)
         )
 
-    def _of(self, node: fx.Node, parts: set[fx.Node]) -> tuple[Any, Any]:
-        call, operands = self._local_call(node, parts)
-        value = pytree.tree_unflatten(list(call.results), call.tree)
-        return value, copied(call, operands, self.graph, node)
-
     def _local_call(
-        self, node: fx.Node, parts: set[fx.Node]
-    ) -> tuple[Any, list[fx.Node]]:
-        """Return what a call is on this rank, and its operands; some are parts."""
+        self, node: fx.Node, laid_out: bool | None = None
+    ) -> tuple[LocalCall, list[Any]]:
+        """Return what a call is on this rank, and its operands.
 
-        def value_of(x: fx.Node) -> Any:
-            return self.parts[x][0] if x in parts else self.values[x]
+        laid_out: whether it reads the parts of plain values, and those of which order;
+            None is whole values.
+        """
+        args = node.args
+        if laid_out and is_attention(node) and needs_order(node):
+            args = with_layout(node, self.order.layout)
+        leaves, tree = pytree.tree_flatten((args, node.kwargs))
+        parts = {} if laid_out is None or _is_ours(node) else self.parts[laid_out]
+        pairs = [(x, None) for x in leaves]
+        for place, x in enumerate(leaves):
+            if isinstance(x, fx.Node):
+                side = self.order.reads_laid_out(node, place)
+                pairs[place] = parts[x] if x in parts else self.ordered_as(x, side)
+        rule = self.rules[bool(laid_out)].of(node.target)
 
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
-        call = self.calls.of(self.rules.of(node.target), args, kwargs)
-        tensors = [x for x in _operands(node) if isinstance(value_of(x), Tensor)]
-        return call, [
-            self.parts[x][1] if x in parts else self.local[x] for x in tensors
-        ]
+        def call() -> LocalCall:
+            values = [value for value, _ in pairs]
+            given, options = pytree.tree_unflatten(values, tree)
+            return self.calls.of(rule, given, options)
 
-    def _write(
-        self,
-        call: Callable[..., Any],
-        args: Any,
-        operands: Sequence[Any],
-        like: fx.Node,
-        kwargs: Any = {},  # noqa: B006
-    ) -> tuple[Any, Any]:
-        """Write a call; return its value and its local nodes."""
-        known = self.calls.of(call, args, kwargs)
-        value = pytree.tree_unflatten(list(known.results), known.tree)
-        return value, copied(known, operands, self.graph, like)
+        tensors = [i for i, (x, _) in enumerate(pairs) if isinstance(x, Tensor)]
+        found = call()
+        if laid_out and not is_attention(node):
+            cut = constants(found, self.order, node.target) or {}
+            for number, dim in cut.items():
+                value, local = pairs[tensors[number]]
+                length = value.shape[dim.dim] // dim.outer
+                how = value, dim, self.order.of_length(length)
+                pairs[tensors[number]] = self.write(in_order, how, (local,))
+            found = call() if cut else found
+        return found, [pairs[i][1] for i in tensors]
 
-    def _shared_out(self, value: Any, local: Any, like: fx.Node) -> tuple[Any, Any]:
+    def ordered(self) -> TokenOrder | None:
+        """Decide in which order calls see tokens; None if there is only one."""
+        plans = self.ctx.findings.plans.items()
+        layouts = {call.q_shape[-2]: plan.layout for call, plan in plans}
+        layouts |= {x.tokens: x.layout for x in self.edges.inputs}
+        lengths = [n for n, x in layouts.items() if x is not Layout.CONTIGUOUS]
+        if not lengths:
+            return None
+        calls = sum(plan.layout is not Layout.CONTIGUOUS for _, plan in plans)
+        layout = layouts[lengths[0]]
+        order = replace(self.order, layout=layout, lengths=lengths, calls=calls)
+        return order_tokens(self, self.old, self.results_with_notes(), order)
+
+    def _shared_out(self, value: Any, local: Any, laid_out: bool) -> Pair:
         """Bring the partial sums of an activation to the ranks that hold its tokens."""
         if not isinstance(value, DTensor) or value.ndim < 3:
             return value, local
         if not value.placements[self.ctx.axis].is_partial():
             return value, local
         for dim in range(1, value.ndim - 1):
-            if value.shape[dim] in self._lengths:
+            if value.shape[dim] in self.lengths:
                 placements = list(value.placements)
                 placements[self.ctx.axis] = Shard(dim)
-                return self._write(
-                    placed_as, (value, tuple(placements)), (local,), like
-                )
+                return self.cut(value, local, tuple(placements), laid_out)
         return value, local
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == _OURS
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

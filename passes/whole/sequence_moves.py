@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from cpcompile.geometry.layout import Layout
 from cpcompile.torch_private.operators import OpOverload
 
 from ..graph.constant_arguments import MeshAxis
@@ -24,22 +25,29 @@ Move = Callable[..., tuple[list[Any], int, str, tuple[Any, ...]] | None]
 """Returns sources, dimension, what moves them, and how; None if nothing moves."""
 
 
-def move_rules(cp_axis: MeshAxis) -> dict[Any, Callable[..., Any]]:
-    """Return the rules, by call."""
+def move_rules(
+    cp_axis: MeshAxis, layout: Layout = Layout.CONTIGUOUS
+) -> dict[Any, Callable[..., Any]]:
+    """Return the rules for tokens in a layout, by call."""
     return {
-        call: functools.partial(_run, call, move, cp_axis)
+        call: functools.partial(_run, call, move, cp_axis, layout)
         for call, move in _MOVES.items()
     }
 
 
 def _run(
-    call: OpOverload, move: Move, cp_axis: MeshAxis, *args: Any, **options: Any
+    call: OpOverload,
+    move: Move,
+    cp_axis: MeshAxis,
+    layout: Layout,
+    *args: Any,
+    **options: Any,
 ) -> Any:
     moved = None if options else move(cp_axis, *args)
     if moved is None:
         return call(*args, **options)
     sources, dim, how, more = moved
-    return cp_move_tokens(sources, cp_axis, dim, how, *more)
+    return cp_move_tokens(sources, cp_axis, dim, how, *more, layout=layout.value)
 
 
 def _is_cut(x: Any, cp_axis: MeshAxis, dim: int) -> bool:

@@ -40,6 +40,7 @@ from ...graph.context import AttentionCall, Context
 from ...graph.cp_attention import (
     CALL,
     OPERATORS,
+    PLAN,
     dtype_in_call,
     operands_of,
     part_of,
@@ -185,6 +186,8 @@ def _insert(
     arguments = (*operands, *_groups(target, plan, ctx))
     node = insert_call(like.graph, target, arguments, like=like, value=values)
     node.meta[CALL] = call
+    place = list(ctx.findings.plans).index(call)
+    node.meta["custom"] = {**node.meta.get("custom", {}), PLAN: place}
     for number in range(1 if call.lse is None else 2):
         part, one = (node, number), values[number]
         insert_call(like.graph, operator.getitem, part, like=like, value=one)

@@ -106,18 +106,22 @@ def lay_out_tokens(graph: fx.Graph, ctx: Context) -> int:
         _LaidOut(graph, ctx, tokens, layout, others).rewrite()
         for n in (tokens, *others):
             waiting.pop(n, None)
-    ctx.findings.relayouts = sum(
+    left = sum(
         len(subgraph.find_nodes(op="call_function", target=RELAYOUT))
         for subgraph in all_graphs(graph)
     )
-    ctx.findings.relayouts_cancelled = (
-        _PER_CALL * len(balanced) - ctx.findings.relayouts
-    )
-    counters["cpcompile"]["relayouts_left"] += ctx.findings.relayouts
-    counters["cpcompile"]["relayouts_cancelled"] += ctx.findings.relayouts_cancelled
+    note_relayouts(ctx, left, len(balanced))
     return sum(
         plan.layout is not Layout.CONTIGUOUS for plan in ctx.findings.plans.values()
     )
+
+
+def note_relayouts(ctx: Context, left: int, calls: int) -> None:
+    """Note how many relayouts the forward has; calls: in a balanced layout."""
+    cancelled = _PER_CALL * calls - left
+    ctx.findings.relayouts, ctx.findings.relayouts_cancelled = left, cancelled
+    counters["cpcompile"]["relayouts_left"] += left
+    counters["cpcompile"]["relayouts_cancelled"] += cancelled
 
 
 def _given_layouts(ctx: Context) -> dict[int, Layout]:
@@ -336,7 +340,7 @@ class _LaidOut:
             node = change_plan(node, plan, ctx)
         if laid_out:
             set_layout(node, self.layout)
-        ctx.findings.plans[call] = _compared(ctx, call, laid_out, relaid)
+        ctx.findings.plans[call] = compared(ctx, call, laid_out, relaid)
 
     def _relayout_price(self, value: DTensor) -> float:
         """Return the seconds of a relayout of a value, on the first rank."""
@@ -376,7 +380,7 @@ class _LaidOut:
         ].chosen.seconds, laid_out.chosen.seconds
 
 
-def _compared(ctx: Context, call: AttentionCall, laid_out: bool, relaid: bool) -> Plan:
+def compared(ctx: Context, call: AttentionCall, laid_out: bool, relaid: bool) -> Plan:
     """Return the plan of a call, with the candidates of both layouts.
 
     relaid: whether relayouts of its operands or its output stay.

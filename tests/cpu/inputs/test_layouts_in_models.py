@@ -19,6 +19,7 @@ from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.model_cases import check_model, run_model
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations
+from tests.support.settings import split
 
 LAYOUTS = ("zigzag", "striped", "fold")
 RING = {"strategy": "ring"}
@@ -54,16 +55,19 @@ CASES = [
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize(
     ("name", "seq", "world", "door", "layout", "options", "left"), CASES, ids=str
 )
 @on_ranks("world", timeout=240)
-def test_training_step(name, seq, world, door, layout, options, left):
-    options = {"inner": "aot_eager", "layout": layout} | options
+def test_training_step(name, seq, world, door, layout, options, left, graph):
+    options = {"inner": "aot_eager", "layout": layout, "graph": graph} | options
     run = run_model(name, seq, world, door, options)
     check_model(name, seq, run["values"], torch.distributed.get_rank())
     assert run["layouts"] == [layout] * 2
-    assert left is None or run["relayouts"] == [(left, 8 - left)]
+    if left is not None:  # the joint graph gathers ids
+        left -= graph == "joint" and door == "dtensor"
+        assert run["relayouts"] == [(left, 8 - left)]
 
 
 class Mixed(nn.Module):
@@ -111,9 +115,12 @@ MIXED = [
 ]
 
 
+@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize(("kinds", "seq", "world", "dropout", "left", "layout"), MIXED)
 @on_ranks("world")
-def test_around_a_call_that_mixes_tokens(kinds, seq, world, dropout, left, layout):
+def test_around_a_call_that_mixes_tokens(
+    kinds, seq, world, dropout, left, layout, graph
+):
     torch._dynamo.reset()
     model = Mixed(kinds, dropout).double()
     inputs = [torch.randn(2, n, 16, dtype=torch.float64) for n in (seq, 11)]
@@ -124,8 +131,9 @@ def test_around_a_call_that_mixes_tokens(kinds, seq, world, dropout, left, layou
         inputs = [cp.shard(x, mesh, 1) for x in inputs]
     else:
         options |= {"mesh": sequence_mesh(world), "shard": {"x": 1, "words": 1}}
+    options, settings = split(options | {"graph": graph})
     step = torch.compile(model, backend="cp", options=options)
-    with recording() as reports:
+    with settings, recording() as reports:
         found = run(step, inputs, model)
     check(deviations(found, exact))
     (report,) = reports

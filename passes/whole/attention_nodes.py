@@ -1,0 +1,69 @@
+"""Read the attention operators of a joint graph, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.fx as fx
+
+from cpcompile.geometry.layout import Layout
+from cpcompile.ops.attention_spec import AttentionSpec
+from cpcompile.torch_private.operators import OpOverload
+
+from ..graph.cp_attention import OPERATORS, PLAN
+
+_FORWARD = {op.name() for op in OPERATORS.values()}
+_BACKWARD = {name.replace("_attention", "_attention_backward") for name in _FORWARD}
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Tell whether a node attends, or computes the gradient of attention."""
+    return isinstance(node.target, OpOverload) and node.target.name() in (
+        _FORWARD | _BACKWARD
+    )
+
+
+def forward_of(node: fx.Node) -> fx.Node:
+    """Return the attention whose gradient a node computes; itself if it attends."""
+    if node.target.name() in _FORWARD:  # type: ignore[union-attr]  # is_attention
+        return node
+    found: Any = node.args[_names(node).index("out")]
+    while not is_attention(found):  # a result, or that result detached
+        found = found.all_input_nodes[0]
+    return found  # type: ignore[no-any-return]
+
+
+def keys_of(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the places of keys and values, and those of results that are like them."""
+    names = _names(node)
+    results = (1, 2) if "grad" in names else ()
+    return (names.index("k"), names.index("v")), results
+
+
+def plan_number(node: fx.Node) -> int | None:
+    """Return the place of an operator's plan among the plans of its graph."""
+    number: int | None = forward_of(node).meta.get("custom", {}).get(PLAN)
+    return number
+
+
+def spec_of(node: fx.Node) -> AttentionSpec:
+    """Return what an operator computes."""
+    return AttentionSpec.of_text(str(node.args[_names(node).index("spec")]))
+
+
+def needs_order(node: fx.Node) -> bool:
+    """Tell whether the result of an operator depends on the positions of tokens."""
+    spec = spec_of(node)
+    return spec.is_causal or spec.has_mask
+
+
+def with_layout(node: fx.Node, layout: Layout) -> tuple[Any, ...]:
+    """Return the arguments of an operator on tokens in a layout."""
+    args = list(node.args)
+    args[_names(node).index("spec")] = str(replace(spec_of(node), layout=layout))
+    return tuple(args)
+
+
+def _names(node: fx.Node) -> list[str]:
+    return [x.name for x in node.target._schema.arguments]  # type: ignore[union-attr]

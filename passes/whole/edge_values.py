@@ -1,0 +1,182 @@
+"""The values of inputs, and how results and gradients leave a local joint graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from cpcompile.geometry.layout import Layout
+from cpcompile.torch_private import pytree
+
+from ..graph.context import GraphInput, InputKind
+from .edges import Edges, gradient_as, placed_as
+from .local_calls import LocalCalls, replicated
+from .local_values import LocalValues
+from .order_tokens import result_vertex
+from .token_order import TokenOrder, in_natural_order
+
+
+class EdgeValues(LocalValues):
+    """Local values, with those at the edges.
+
+    lengths: of the sequences that inputs have. inputs: the values of those that are
+    shards outside.
+    """
+
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        edges: Edges,
+        calls: LocalCalls,
+        order: TokenOrder,
+    ) -> None:
+        super().__init__(joint.graph, edges, calls, order)
+        self.joint = joint
+        self.lengths: set[int] = set()
+        self.inputs: dict[fx.Node, Tensor] = {}
+        self._results = self.graph.output_node().args
+
+    def enter_all(self) -> None:
+        """Give inputs and constants their values.
+
+        The gradient of a result gets its own when it is read.
+        """
+        inputs = self.graph.find_nodes(op="placeholder")
+        for node in inputs:
+            self._note_length(node)
+        for node in [*inputs, *self.graph.find_nodes(op="get_attr")]:
+            self.like = node
+            self._enter(node)
+
+    def leave_all(self) -> None:
+        """Have the graph return the local results."""
+        pairs = enumerate(self.results_with_notes())
+        leaves = [self._leave(*pair, i) for i, pair in pairs]
+        output = self.graph.output_node()
+        _, tree = pytree.tree_flatten(output.args[0])
+        output.args = (pytree.tree_unflatten(leaves, tree),)
+
+    def return_whole(self) -> None:
+        """Have the graph return what it did."""
+        self.graph.output_node().args = self._results
+
+    def _note_length(self, node: fx.Node) -> None:
+        known, _ = self.edges.input(node)
+        if known is None:
+            return
+        for p in self.edges.placements_inside(known):
+            if isinstance(p, Shard):
+                self.lengths.add(int(node.meta["val"].shape[p.dim]))
+
+    def _enter(self, node: fx.Node) -> None:
+        """Give an input its value; a gradient of a result gets it when it is read."""
+        value = node.meta.get("val")
+        if value is None and node.op == "get_attr":
+            value = getattr(self.joint, str(node.target))
+        if self.edges.result_of_tangent(node) is not None:
+            return
+        self.values[node], self.local[node] = value, node
+        self.plain.add(node)
+        known, learns = self.edges.input(node)
+        if known is None or not isinstance(value, Tensor):
+            return
+        placements = self.edges.placements_inside(known)
+        whole = replicated(value, self.ctx.mesh)
+        if known.has_local_part:
+            shard = self._given(node, whole, placements)
+            if value.is_floating_point():
+                self.plain.discard(node)
+                self.values[node] = shard
+            else:
+                self._enter_parts(node, shard, known)
+        elif known.kind is InputKind.FULL:
+            if value.is_floating_point():
+                self.plain.discard(node)
+                part = self.cut(whole, node, placements, self.order.is_laid_out(node))
+                self.values[node], self.local[node] = part
+            else:
+                for laid_out in self.sides:
+                    part = self.cut(whole, node, placements, laid_out)
+                    self.parts[laid_out][node] = part
+        elif learns:
+            self.plain.discard(node)
+            self.values[node] = whole
+
+    def _enter_parts(self, node: fx.Node, shard: DTensor, known: GraphInput) -> None:
+        """Gather ids that are a shard outside; this rank has its part of them."""
+        given = known.layout is not Layout.CONTIGUOUS
+        whole = self.gathered(shard, node, given)
+        self.values[node], self.local[node] = whole[0]._local_tensor, whole[1]
+        for laid_out in self.sides:
+            self.parts[laid_out][node] = shard, node
+            if laid_out is not given:
+                part = self.cut(*whole, shard.placements, laid_out)
+                self.parts[laid_out][node] = part
+
+    def _given(self, node: fx.Node, whole: DTensor, placements: Any) -> DTensor:
+        """Return the shard that an input is outside."""
+        shard = placed_as(whole, placements)
+        self.inputs[node] = shard._local_tensor
+        return shard
+
+    def _enter_gradient(self, node: fx.Node, place: int) -> None:
+        result = self._result_at(place)
+        placements = self.edges.leaves(place, result, self.values[result])
+        whole = replicated(node.meta["val"], self.ctx.mesh)
+        self.values[node] = self._given(node, whole, placements)
+        self.local[node] = node
+
+    def results_with_notes(self) -> list[tuple[Any, Any]]:
+        leaves = pytree.tree_leaves(self._results[0])
+        notes = pytree.tree_leaves(self.graph.output_node().meta.get("desc"))
+        if len(notes) != len(leaves):
+            notes = [None] * len(leaves)
+        return list(zip(leaves, notes, strict=True))
+
+    def _result_at(self, place: int) -> fx.Node:
+        pairs = self.results_with_notes()
+        found: fx.Node = {self.edges.place(note): x for x, note in pairs}[place]
+        return found
+
+    def _leave(self, x: Any, note: Any, number: int) -> Any:
+        """Return the local node of a result."""
+        if not isinstance(x, fx.Node):
+            return x
+        self.like, value = x, self.value(x)
+        place, known = self.edges.place(note), self.edges.gradient(note)
+        if place is not None:
+            placements = self.edges.leaves(place, x, value)
+        if not isinstance(value, DTensor):
+            return self.local[x]
+        laid_out = result_vertex(place, number) in self.order.laid_out
+        value, local = self.ordered_as(x, laid_out)
+        outside = self.edges.everywhere
+        if known is not None:
+            if known.has_local_part:
+                outside = self.edges.placements_inside(known)
+            args: Any = (value, known, outside)
+            pair = self.write(gradient_as, args, (local,))
+        else:
+            if place is not None:
+                outside = placements
+            pair = self.write(placed_as, (value, outside), (local,))
+        tokens = self.order.tokens_of(value) if laid_out else None
+        if tokens is None:
+            return pair[1]
+        if outside == self.edges.everywhere:
+            length, dim = tokens
+            args = pair[0], dim, self.order.of_length(length)
+            return self.write(in_natural_order, args, (pair[1],))[1]
+        if place is not None:
+            self.edges.laid_out(place, self.order.layout)
+        return pair[1]
+
+    def value(self, node: fx.Node) -> Any:
+        if node not in self.values:
+            place = self.edges.result_of_tangent(node)
+            assert place is not None, f"{node} has no value"
+            self._enter_gradient(node, place)
+        return self.values[node]
