@@ -59,6 +59,7 @@ from .model.normalize.unflatten_losses import unflatten_losses
 from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
 from .model.sharding.shard_graph import shard_graph
+from .whole.keep_calls import keep_calls
 from .whole.keep_products import keep_products
 from .whole.localise import WholeProgram, localise
 
@@ -107,8 +108,10 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
     find_windows,
     fold_kv_repeat,
     rewrite_masks,
+    find_latents,
     choose_strategy,
     insert_attention,
+    keep_calls,  # last: what AOTAutograd would take apart
 )
 
 WHOLE: tuple[GraphPass[WholeProgram], ...] = (
@@ -184,8 +187,7 @@ def _run(run: GraphPass[C], gm: fx.GraphModule, ctx: C) -> PassRun | None:
     rewrites = observer.apply_graph_pass(lambda graph: run(graph, ctx))
     if rewrites is None:  # disabled
         return None
-    seconds = compilation_time_metrics[f"pass.{name}"][-1]
-    return PassRun(run.__name__, rewrites, seconds)
+    return PassRun(run.__name__, rewrites, compilation_time_metrics[f"pass.{name}"][-1])
 
 
 def _trace(graph: fx.Graph, name: str) -> None:
@@ -198,13 +200,11 @@ def _trace(graph: fx.Graph, name: str) -> None:
 
 def _trace_plans(ctx: Context) -> None:
     """Write every plan with its candidates as JSON: `cp_plan` in TORCH_TRACE."""
+    plans = ctx.findings.plans
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "cp_plan", "encoding": "json"},
         payload_fn=lambda: to_json(
-            [
-                {"attention": call.path, "plan": plan}
-                for call, plan in ctx.findings.plans.items()
-            ]
+            [{"attention": call.path, "plan": plan} for call, plan in plans.items()]
         ),
     )

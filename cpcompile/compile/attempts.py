@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.compile.assembly import CompiledCallable, assemble
-from cpcompile.compile.capture import check_capture, for_joint_graph
+from cpcompile.compile.capture import check_capture
 from cpcompile.errors import (
     DropoutError,
     InputError,
@@ -241,7 +241,7 @@ class Attempts:
             module.graph, request.named, options, self.frame, request.mesh
         )
         buffers = module_buffers(module.graph)
-        ctx = Context(
+        return Context(
             mesh=request.mesh,
             axis=request.axis,
             inputs=inputs,
@@ -265,7 +265,6 @@ class Attempts:
             compare=lambda items: check_agreement(request.group, items, doing),
             all_gather_text=lambda text: all_gather_text(request.group, text, doing),
         )
-        return for_joint_graph(ctx) if setting("graph") == "joint" else ctx
 
 
 def _attempt_with_fallbacks(

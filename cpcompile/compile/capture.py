@@ -7,7 +7,6 @@ them.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpcompile.cost.plans import Strategy
 from cpcompile.errors import RewriteError
 from cpcompile.passes.graph.context import Context, InputKind
 from cpcompile.torch_private.operators import get_decompositions
@@ -25,28 +23,16 @@ aten = torch.ops.aten
 
 # What the graph of the whole sequence does not have yet.
 _INPUTS = (InputKind.KEPT, InputKind.OTHER_AXES, InputKind.LOCAL_PART)
-_STRATEGIES = (Strategy.RING, Strategy.ALL_GATHER)
-
-
-def for_joint_graph(ctx: Context) -> Context:
-    """Return what passes know, with the strategies and the layout that are there."""
-    return dataclasses.replace(ctx, strategies=_STRATEGIES)
 
 
 def check_capture(ctx: Context) -> None:
     """Raise RewriteError for what the graph of the whole sequence lacks."""
     kinds = (x.kind for x in ctx.inputs.values())
     lacks = [f"inputs: {kind.value}" for kind in kinds if kind in _INPUTS]
-    lacks += [
-        f"attention at {call.path}: {plan.chosen.label}"
-        for call, plan in ctx.findings.plans.items()
-        if plan.strategy not in _STRATEGIES
-    ]
     if lacks:
         raise RewriteError(
             f'cpcompile.config.graph is "joint", which lacks {lacks[0]}; needed '
-            f'"model", or {" or ".join(x.value for x in _STRATEGIES)}, on one mesh '
-            "axis, with parameters that are whole"
+            '"model", or one mesh axis and parameters that are whole'
         )
 
 

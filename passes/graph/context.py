@@ -275,7 +275,6 @@ class Context:
     inputs: dict[fx.Node, GraphInput]
     profile: HardwareProfile
     strategy: Strategy | None = None
-    strategies: tuple[Strategy, ...] = tuple(Strategy)  # of which one may be chosen
     mixer_strategy: MixerStrategy | None = None
     memory_budget: int | None = None
     degrees: CPDegrees | None = None  # the user's mesh factorises the axis so

@@ -55,9 +55,7 @@ def _token_dim(placement: Any) -> tuple[int, int]:
     return placement.dim, getattr(placement, "split_factor", 1)
 
 
-def pick_tokens(
-    x: Tensor, dim: int, outer: int, length: int, index: Tensor
-) -> Tensor:
+def pick_tokens(x: Tensor, dim: int, outer: int, length: int, index: Tensor) -> Tensor:
     """Pick tokens of a plain tensor whose `dim` is [outer, length, inner], by index."""
     split = x.unflatten(dim, (outer, length, x.shape[dim] // (outer * length)))
     picked: Tensor = split.index_select(dim + 1, index)

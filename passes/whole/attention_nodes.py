@@ -9,36 +9,44 @@ import torch.fx as fx
 
 from cpcompile.geometry.layout import Layout
 from cpcompile.ops.attention_spec import AttentionSpec
+from cpcompile.torch_private import pytree
 from cpcompile.torch_private.operators import OpOverload
 
 from ..graph.cp_attention import OPERATORS, PLAN
+from .composition_rules import COMPOSITIONS
 
-_FORWARD = {op.name() for op in OPERATORS.values()}
-_BACKWARD = {name.replace("_attention", "_attention_backward") for name in _FORWARD}
+_FORWARD = {*OPERATORS.values(), *(x.forward for x in COMPOSITIONS)}
+_GRADIENT = "_attention_backward"  # how the names of all others end
 
 
 def is_attention(node: fx.Node) -> bool:
     """Tell whether a node attends, or computes the gradient of attention."""
-    return isinstance(node.target, OpOverload) and node.target.name() in (
-        _FORWARD | _BACKWARD
-    )
+    call = node.target
+    if not isinstance(call, OpOverload) or not call.namespace.startswith("cp"):
+        return False
+    return call in _FORWARD or str(call._opname).endswith(_GRADIENT)
 
 
 def forward_of(node: fx.Node) -> fx.Node:
     """Return the attention whose gradient a node computes; itself if it attends."""
-    if node.target.name() in _FORWARD:  # type: ignore[union-attr]  # is_attention
+    if node.target in _FORWARD:
         return node
-    found: Any = node.args[_names(node).index("out")]
+    names = _names(node)
+    found: Any = node.args[names.index("out" if "out" in names else "saved")]
     while not is_attention(found):  # a result, or that result detached
         found = found.all_input_nodes[0]
     return found  # type: ignore[no-any-return]
 
 
-def keys_of(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the places of keys and values, and those of results that are like them."""
+def keys_of(node: fx.Node) -> tuple[list[int], tuple[int, ...]]:
+    """Return the places of keys and values among the leaves of the arguments.
+
+    And those of the results that are like them.
+    """
     names = _names(node)
     results = (1, 2) if "grad" in names else ()
-    return (names.index("k"), names.index("v")), results
+    before = (node.args[: names.index(x)] for x in ("k", "v"))
+    return [len(pytree.tree_leaves(x)) for x in before], results
 
 
 def plan_number(node: fx.Node) -> int | None:

@@ -14,12 +14,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
 from cpcompile.ops.dtensor.local_part import contiguous_strides
+from cpcompile.ops.latent_keys import LATENT_KEYS
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import StridedShard, TensorMeta
 from cpcompile.torch_private.operators import OpOverload
 
 from ..flow.trial import DRAWS_NUMBERS
 from ..graph.sequence_tokens import TokenDim
+from .composition_rules import composition_rules
+from .latent_rules import latent_step
 from .sequence_moves import move_rules
 from .token_order import TokenOrder, in_order
 
@@ -31,7 +34,8 @@ class CallRules:
 
     def __init__(self, order: TokenOrder) -> None:
         self.order = order
-        self._known = move_rules(order.cp_axis, order.layout)
+        self._known = move_rules(order.cp_axis, order.layout) | composition_rules()
+        self._known[LATENT_KEYS] = functools.partial(latent_step, order.cp_axis)
 
     def of(self, call: Any) -> Callable[..., Any]:
         """Return what to run for a call on DTensors: a rule of ours, or the call."""

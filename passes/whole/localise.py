@@ -33,8 +33,11 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
 from cpcompile.logs import warn_once
+from cpcompile.ops.comm.communicating import communicates
+from cpcompile.ops.latent_keys import WHOLE
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import detect_fake_mode, failing_quietly
@@ -53,7 +56,7 @@ from .local_values import Made, Pair, value_of
 from .order_tokens import order_tokens, relayouts
 from .token_order import TokenOrder, in_order
 
-_OURS = "cp"  # operators that read what they need of a value that is whole
+_OURS = ("cp", WHOLE)  # operators that read what they need of a value that is whole
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,10 @@ class Localise(EdgeValues):
 
     def _of_shards(self, node: fx.Node) -> Pair:
         """Write a call on shards, or else on whole tensors."""
-        laid_out = self.order.is_laid_out(node)
+        laid_out: bool | None = self.order.is_laid_out(node)
+        given = [self.values[x] for x in node.all_input_nodes]
+        if not any(isinstance(x, DTensor) for x in given):
+            laid_out = None  # between steps that make keys of latents
         try:
             call, operands = self._local_call(node, laid_out)
             value = value_of(call)
@@ -216,11 +222,14 @@ class Localise(EdgeValues):
         except Exception as error:  # whatever DTensor's rules raise
             check_refusal(error, f"{node.target} on shards")
             problem = f"DTensor cannot shard it here ({_first_line(error)})"
+            if communicates(node.target) or _namespace(node) == WHOLE:
+                text = f"{node.target} at {where(node)}: {problem}"
+                raise RewriteError(text) from error
         if problem is not None:
             self.failed[node.name] = f"{node.target} at {where(node)}: {problem}"
             return self._of_whole(node)
         local = copied(call, operands, self.graph, node)
-        pair = self._shared_out(value, local, laid_out)
+        pair = self._shared_out(value, local, bool(laid_out))
         self.made[node] = Made(call, scattered=pair[0] is not value)
         return pair
 
@@ -275,8 +284,12 @@ class Localise(EdgeValues):
         if laid_out and is_attention(node) and needs_order(node):
             args = with_layout(node, self.order.layout)
         leaves, tree = pytree.tree_flatten((args, node.kwargs))
-        parts = {} if laid_out is None or _is_ours(node) else self.parts[laid_out]
-        pairs = [(x, None) for x in leaves]
+        parts = (
+            {}
+            if laid_out is None or _namespace(node) in _OURS
+            else self.parts[laid_out]
+        )
+        pairs: list[Pair] = [(x, None) for x in leaves]
         for place, x in enumerate(leaves):
             if isinstance(x, fx.Node):
                 side = self.order.reads_laid_out(node, place)
@@ -288,17 +301,21 @@ class Localise(EdgeValues):
             given, options = pytree.tree_unflatten(values, tree)
             return self.calls.of(rule, given, options)
 
-        tensors = [i for i, (x, _) in enumerate(pairs) if isinstance(x, Tensor)]
         found = call()
-        if laid_out and not is_attention(node):
-            cut = constants(found, self.order, node.target) or {}
+        cut = constants(found, self.order, node.target) if laid_out else None
+        if cut and not is_attention(node):
+            places = [i for i, (x, _) in enumerate(pairs) if isinstance(x, Tensor)]
             for number, dim in cut.items():
-                value, local = pairs[tensors[number]]
+                value, local = pairs[places[number]]
                 length = value.shape[dim.dim] // dim.outer
                 how = value, dim, self.order.of_length(length)
-                pairs[tensors[number]] = self.write(in_order, how, (local,))
-            found = call() if cut else found
-        return found, [pairs[i][1] for i in tensors]
+                pairs[places[number]] = self.write(in_order, how, (local,))
+            found = call()
+        operands = []
+        for pair in pairs:  # some stand for several values
+            own = zip(*map(pytree.tree_leaves, pair), strict=True)
+            operands += [x for value, x in own if isinstance(value, Tensor)]
+        return found, operands
 
     def ordered(self) -> TokenOrder | None:
         """Decide in which order calls see tokens; None if there is only one."""
@@ -327,8 +344,8 @@ class Localise(EdgeValues):
         return value, local
 
 
-def _is_ours(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == _OURS
+def _namespace(node: fx.Node) -> str:
+    return getattr(node.target, "namespace", "")
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -339,8 +356,8 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def _shape_problem(value: Any, known: Any) -> str | None:
     """Say where a result has another shape than the call gives on whole tensors."""
-    pairs = zip(pytree.tree_leaves(value), pytree.tree_leaves(known), strict=False)
-    for x, whole in pairs:
+    several = isinstance(known, list | tuple)
+    for x, whole in zip(value, known, strict=False) if several else [(value, known)]:
         if isinstance(x, Tensor) and x.shape != whole.shape:
             return f"it gives {list(x.shape)} of {list(whole.shape)}"
     return None

@@ -63,7 +63,7 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
 
     @functools.cache  # layers repeat
     def decide(question: Workload, layout: Layout = Layout.CONTIGUOUS) -> Plan:
-        plan = choose(
+        return choose(
             question,
             ctx.profile,
             strategy=ctx.strategy,
@@ -73,7 +73,6 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
             tie_fraction=ctx.tie_fraction,
             runnable=True,
         )
-        return _only(plan, ctx.strategies) or plan
 
     @functools.cache  # layers share masks
     def work(mask: Mask, q_len: int, kv_len: int, layout: Layout) -> MaskWork:

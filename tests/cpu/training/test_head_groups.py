@@ -66,7 +66,7 @@ CASES = [
     for kv_heads in (12, 3, 2)
     for documents in (False, True)
     for tokens, world in ((37, 2), (41, 3), (32, 2))
-    for how in ("plain", "dtensor", "checkpoint", "inductor")
+    for how in ("plain", "dtensor", "checkpoint", "inductor", "joint")
 ]
 
 
@@ -80,12 +80,12 @@ def test_it_equals_one_process(kv_heads, documents, tokens, world, how):
     options = {"strategy": "ulysses"}
     options["inner"] = "inductor" if how == "inductor" else "aot_eager"
     door = "dtensor" if how == "dtensor" else "plain"
-    with config.patch(memory_budget=budget(kv_heads, tokens, world)):
+    graph = "joint" if how == "joint" else "model"
+    with config.patch(memory_budget=budget(kv_heads, tokens, world), graph=graph):
         found = compare(make, (2, tokens, WIDTH), world, door, **options)
     found.check()
     assert found.warnings == []
-    plans = [call.plan for report in found.reports for call in report.calls]
-    (label,) = {plan.chosen.label for plan in plans if plan is not None}
+    (label,) = {c.plan.chosen.label for r in found.reports for c in r.calls if c.plan}
     assert label.startswith("ulysses in ") and label.endswith(" groups of heads")
 
 
@@ -100,15 +100,14 @@ def test_one_program_for_many_lengths():
 Sent = dict[tuple[GraphDirection, Kind], tuple[int, int]]
 
 
-def exchanged(kv_heads: int, limit: int | str) -> tuple[Sent, float]:
+def exchanged(kv_heads: int, limit: int | str, graph: str) -> tuple[Sent, float]:
     """Messages and bytes of attention that a training step receives, and its work.
 
     The work is that of a rank over that of one device.
     """
     model = Layers(kv_heads, documents=False, again=False).double()
-    calls = [hidden_states(40, WIDTH)]
-    with config.patch(memory_budget=limit):
-        step = compare_calls(model, calls, 2, strategy="ulysses")
+    with config.patch(memory_budget=limit, graph=graph):
+        step = compare_calls(model, [hidden_states(40, WIDTH)], 2, strategy="ulysses")
     found: Sent = {}
     for e in step.exchanges:
         if e.purpose is Purpose.ATTENTION:
@@ -118,11 +117,12 @@ def exchanged(kv_heads: int, limit: int | str) -> tuple[Sent, float]:
     return found, sum(x.flops for x in work) / sum(x.whole_flops for x in work)
 
 
+@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize("kv_heads", [12, 2])
 @on_ranks(2)
-def test_groups_send_the_same_bytes(kv_heads):
-    whole, share = exchanged(kv_heads, "auto")
-    some, same_share = exchanged(kv_heads, budget(kv_heads, 40, 2))
+def test_groups_send_the_same_bytes(kv_heads, graph):
+    whole, share = exchanged(kv_heads, "auto", graph)
+    some, same_share = exchanged(kv_heads, budget(kv_heads, 40, 2), graph)
     assert same_share == pytest.approx(share) == pytest.approx(0.5, rel=0.02)
     for direction in (GraphDirection.FORWARD, GraphDirection.BACKWARD):
         messages, size = whole[direction, Kind.ALL_TO_ALL]

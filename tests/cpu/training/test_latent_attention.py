@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from cpcompile import config
 from cpcompile.accounting.graph_account import GraphDirection, Kind, Purpose
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import (
@@ -72,8 +73,7 @@ def test_it_equals_one_process(module, world, batch, tokens, layout, how):
     comparison = compare(make, (batch, tokens, WIDTH), world, door, **options)
     comparison.check()
     # Of layouts that another test of these processes has used.
-    others = [x for x in comparison.warnings if "takes tokens in order" not in x]
-    assert others == []
+    assert all("takes tokens in order" in x for x in comparison.warnings)
 
 
 @pytest.mark.parametrize("lengths", [(32, 40, 48), (33, 41)])
@@ -84,14 +84,14 @@ def test_one_program_for_many_lengths(lengths):
     compare_calls(TwoLayers().double(), calls, 2, **options).check()
 
 
+@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])
 @on_ranks(2)
-def test_latents_are_all_that_is_sent(how):
+def test_latents_are_all_that_is_sent(how, graph):
     torch._dynamo.reset()
     batch, tokens, world = 2, 40, 2
     layers, rows = 2, batch * (tokens // world)
-    mesh = sequence_mesh(world)
-    options = {"mesh": mesh, "inner": "aot_eager", "strategy": "latents"}
+    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "latents"}
     model = Checkpointed(TwoLayers()) if how == "checkpoint" else TwoLayers()
     call = torch.compile(model.double(), backend="cp", options=options)
     held: list[Tensor] = []
@@ -100,7 +100,8 @@ def test_latents_are_all_that_is_sent(how):
         held.append(x)
         return x
 
-    with recording() as reports, torch.autograd.graph.saved_tensors_hooks(hold, hold):
+    saving = torch.autograd.graph.saved_tensors_hooks(hold, hold)
+    with config.patch(graph=graph), recording() as reports, saving:
         call(*hidden_states(tokens, WIDTH))
     sent: Counter[tuple[GraphDirection, Kind]] = Counter()
     for e in Comparison([], [], reports).exchanges:
@@ -108,14 +109,11 @@ def test_latents_are_all_that_is_sent(how):
             sent[e.direction, e.kind] += e.bytes
         elif e.purpose is Purpose.VALUE:  # x or the result, whole outside
             assert e.bytes == rows * WIDTH * FLOAT64
+    backward, gathers = GraphDirection.BACKWARD, Kind.ALL_GATHER
+    wanted = (GraphDirection.FORWARD, gathers), (backward, gathers)
     each = layers * rows * (LATENT + ROPE) * FLOAT64
-    forward, backward = GraphDirection.FORWARD, GraphDirection.BACKWARD
-    assert sent == {
-        (forward, Kind.ALL_GATHER): each,
-        (backward, Kind.ALL_GATHER): each,
-        (backward, Kind.REDUCE_SCATTER): each,
-    }
-    texts = [call.latent_source for report in reports for call in report.calls]
+    assert sent == dict.fromkeys((*wanted, (backward, Kind.REDUCE_SCATTER)), each)
+    texts = (call.latent_source for report in reports for call in report.calls)
     assert all(text.endswith("of their bytes") for text in texts)
     # Nothing as wide as keys of all tokens lives until the backward.
     assert max(x.numel() for x in held) <= rows * WIDTH * 4
