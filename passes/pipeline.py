@@ -43,6 +43,7 @@ from .model.masks.rewrite_masks import rewrite_masks
 from .model.mixers.exchange_mixers import exchange_mixers
 from .model.mixers.find_windows import find_windows
 from .model.mixers.split_pairs_by_rows import split_pairs_by_rows
+from .model.mixers.write_exchanges import write_exchanges
 from .model.moe.fold_moe_dispatch import fold_moe_dispatch
 from .model.mutation.functionalise_writes import functionalise_writes
 from .model.mutation.join_parts import join_parts
@@ -111,6 +112,9 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
     find_latents,
     choose_strategy,
     insert_attention,
+    pad_convolutions,
+    exchange_mixers,
+    write_exchanges,  # after exchange_mixers, whose marks it reads
     keep_calls,  # last: what AOTAutograd would take apart
 )
 

@@ -24,6 +24,7 @@ from ..graph.sequence_tokens import TokenDim
 from .composition_rules import composition_rules
 from .latent_rules import latent_step
 from .sequence_moves import move_rules
+from .shared_mixer_rules import shared_mixer_rules
 from .token_order import TokenOrder, in_order
 
 aten = torch.ops.aten
@@ -34,7 +35,11 @@ class CallRules:
 
     def __init__(self, order: TokenOrder) -> None:
         self.order = order
-        self._known = move_rules(order.cp_axis, order.layout) | composition_rules()
+        self._known = {
+            **move_rules(order.cp_axis, order.layout),
+            **composition_rules(),
+            **shared_mixer_rules(order.cp_axis),
+        }
         self._known[LATENT_KEYS] = functools.partial(latent_step, order.cp_axis)
 
     def of(self, call: Any) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from cpcompile.ops.latent_keys import LATENT_KEYS, LatentStep
 
 from ..graph.graph_pass import graph_pass
 from ..graph.nodes import all_nodes
-from ..graph.sequence_tokens import Wanted, constraint
+from ..graph.sequence_tokens import Wanted, wanted_of
 from .composition_rules import COMPOSITIONS
 
 _FORWARD = {x.call: x.forward for x in COMPOSITIONS}
@@ -31,7 +31,7 @@ def keep_calls(graph: fx.Graph, _: object) -> int:
     for node in all_nodes(graph):
         if node.target in _FORWARD:
             node.target = _FORWARD[node.target]
-        elif node.target is constraint:
+        elif wanted_of(node) in _STEPS:
             arguments: tuple[Any, ...] = node.args
             x, wanted, *_ = arguments
             node.target, node.args = LATENT_KEYS, (x, _STEPS[wanted].value)

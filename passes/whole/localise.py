@@ -38,6 +38,7 @@ from cpcompile.geometry.layout import Layout
 from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.latent_keys import WHOLE
+from cpcompile.ops.shared_mixers import ALL, SPLIT_ALONG
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import detect_fake_mode, failing_quietly
@@ -189,6 +190,13 @@ class Localise(EdgeValues):
     def _part_of(self, node: fx.Node, laid_out: bool) -> None:
         """Compute this rank's part of a plain value, if that takes no message."""
         parts = self.parts[laid_out]
+        if node.target is SPLIT_ALONG:
+            target: Any = node.args[2]
+            if target != ALL:
+                whole = replicated(self.values[node], self.ctx.mesh)
+                to = self.edges.on_axis(Shard(target))
+                parts[node] = self.cut(whole, self.local[node], to, False)
+            return
         if all(x not in parts for x in node.all_input_nodes):
             return
         try:
