@@ -61,6 +61,7 @@ from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
 from .model.sharding.shard_graph import shard_graph
 from .whole.keep_calls import keep_calls
+from .whole.keep_convolutions import keep_convolutions
 from .whole.keep_products import keep_products
 from .whole.localise import WholeProgram, localise
 
@@ -119,6 +120,7 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
 )
 
 WHOLE: tuple[GraphPass[WholeProgram], ...] = (
+    keep_convolutions,  # before localise: pads and cuts would each be a message
     keep_products,  # before localise: shards are not flattened
     localise,
 )

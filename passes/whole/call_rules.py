@@ -17,6 +17,7 @@ from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.ops.latent_keys import LATENT_KEYS
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import StridedShard, TensorMeta
+from cpcompile.torch_private.fake_tensors import disable_current_modes
 from cpcompile.torch_private.operators import OpOverload
 
 from ..flow.trial import DRAWS_NUMBERS
@@ -26,6 +27,7 @@ from .latent_rules import latent_step
 from .sequence_moves import move_rules
 from .shared_mixer_rules import shared_mixer_rules
 from .token_order import TokenOrder, in_order
+from .window_rules import window_rules
 
 aten = torch.ops.aten
 
@@ -39,6 +41,7 @@ class CallRules:
             **move_rules(order.cp_axis, order.layout),
             **composition_rules(),
             **shared_mixer_rules(order.cp_axis),
+            **window_rules(order.cp_axis),
         }
         self._known[LATENT_KEYS] = functools.partial(latent_step, order.cp_axis)
 
@@ -61,6 +64,8 @@ def _rule_of(call: Any, order: TokenOrder) -> Callable[..., Any]:
         return functools.partial(_dropout, order)
     if call is aten.expand.default:
         return _expand
+    if call is aten.view.default:
+        return _view
     if call in _DRAWING:
         return _drawing(call)
     if isinstance(call, OpOverload) and torch.Tag.nondeterministic_seeded in call.tags:
@@ -130,6 +135,26 @@ def _expand(x: Any, sizes: Sequence[int], **options: Any) -> Any:
         whole = [Replicate() if p.is_partial() else p for p in x.placements]
         x = x.redistribute(placements=whole)
     return aten.expand.default(x, sizes, **options)
+
+
+def _view(x: Any, sizes: Sequence[int]) -> Any:
+    """View x; copy it first if a rule of ours gave it another order in memory."""
+    if isinstance(x, DTensor) and not _can_view(x, sizes):
+        local = x._local_tensor.contiguous()
+        meta = TensorMeta(x.shape, contiguous_strides(x.shape), local.dtype)
+        spec = dataclasses.replace(x._spec, tensor_meta=meta)
+        x = DTensor(local, spec, requires_grad=False)
+    return aten.view.default(x, sizes)
+
+
+def _can_view(x: Tensor, sizes: Sequence[int]) -> bool:
+    with disable_current_modes():  # what they raise differs
+        like = torch.empty_strided(x.shape, x.stride(), device="meta")
+        try:
+            like.view(sizes)
+        except RuntimeError:
+            return False
+    return True
 
 
 def _along(call: OpOverload, order: TokenOrder) -> Callable[..., Any]:

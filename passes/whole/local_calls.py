@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.errors import RewriteError
-from cpcompile.ops.unflattened_linear import DECOMPOSED
+from cpcompile.ops import unflattened_linear, window_convolution
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
 
@@ -29,6 +29,10 @@ from ..flow.trial import untrue
 from ..graph.constant_arguments import MeshAxis
 from ..graph.local_notes import NOTES
 
+_DECOMPOSED: dict[Any, Callable[..., Any]] = {
+    **unflattened_linear.DECOMPOSED,
+    **window_convolution.DECOMPOSED,
+}
 _MESSAGES = ("_c10d_functional", "_dtensor")
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -81,7 +85,7 @@ class LocalCalls:
     """
 
     def __init__(self, mesh: DeviceMesh, table: Decompositions) -> None:
-        self.mesh, self.table = mesh, {**table, **DECOMPOSED}
+        self.mesh, self.table = mesh, {**table, **_DECOMPOSED}
         self.runs = self.copies = 0
         self._known: dict[Any, LocalCall] = {}
 

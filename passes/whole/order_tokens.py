@@ -38,6 +38,7 @@ from .attention_nodes import forward_of, is_attention, keys_of, needs_order, pla
 from .cut_constants import constants, is_cut
 from .local_calls import LocalCall
 from .local_values import LocalValues
+from .sequence_moves import MOVES
 from .token_order import TokenOrder, Vertex
 
 _MOVE = torch.ops.cp.moved_tokens.default
@@ -196,7 +197,7 @@ class _Ordering:
             sources = [self.known.values[x] for x in node.all_input_nodes]
             return 0.0, self._reorder_seconds([*sources, *values])
         moves = _moves(made.call)
-        if moves:
+        if moves and node.target in MOVES:
             found = [self._move_seconds(node, moves, x) for x in self._layouts()]
             return found[0] or 0.0, found[1]
         if constants(made.call, self.order, node.target) is None:

@@ -31,7 +31,7 @@ def move_rules(
     """Return the rules for tokens in a layout, by call."""
     return {
         call: functools.partial(_run, call, move, cp_axis, layout)
-        for call, move in _MOVES.items()
+        for call, move in MOVES.items()
     }
 
 
@@ -145,7 +145,7 @@ def _slice_scatter(
     return [x, source], dim, "assign", (begin, end, step)
 
 
-_MOVES: dict[Any, Move] = {
+MOVES: dict[Any, Move] = {
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _slice_backward,
     aten.constant_pad_nd.default: _pad,
