@@ -23,6 +23,7 @@ from cpcompile.torch_private.operators import OpOverload
 from ..flow.trial import DRAWS_NUMBERS
 from ..graph.sequence_tokens import TokenDim
 from .composition_rules import composition_rules
+from .data_indices import index_rules
 from .latent_rules import latent_step
 from .sequence_moves import move_rules
 from .shared_mixer_rules import shared_mixer_rules
@@ -42,6 +43,7 @@ class CallRules:
             **composition_rules(),
             **shared_mixer_rules(order.cp_axis),
             **window_rules(order.cp_axis),
+            **index_rules(order.cp_axis, functools.partial(_along, order=order)),
         }
         self._known[LATENT_KEYS] = functools.partial(latent_step, order.cp_axis)
 

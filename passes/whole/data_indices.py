@@ -1,0 +1,201 @@
+"""Look-ups of tokens at places that are data: each rank reads for its own tokens.
+
+    x[b, at]                x: [B, S, C], at: [B, S, K], both in parts along S
+      ->
+    x in whole, and this rank's rows of `at`: [B, s, K, C]
+
+DTensor would gather what is read, K times the tokens. Ranks add their gradients up for
+all tokens, and each gets the sum for its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from cpcompile.ops.dtensor.local_part import dtensor_of
+
+from ..graph.constant_arguments import MeshAxis
+
+aten = torch.ops.aten
+
+
+def index_rules(
+    cp_axis: MeshAxis, row_by_row: Callable[[Any], Callable[..., Any]]
+) -> dict[Any, Callable[..., Any]]:
+    """Return the rules, by call.
+
+    row_by_row: returns what to run for a look-up or a write along one dimension, where
+        that is not the one that is cut.
+    """
+    rules: dict[Any, Callable[..., Any]] = {
+        aten.index.Tensor: _index,
+        aten.index_put.default: _index_put,
+        aten._unsafe_index_put.default: _index_put,
+        aten.index_select.default: _index_select,
+        aten.index_add.default: _index_add,
+        aten.gather.default: functools.partial(_gather, row_by_row),
+        aten.scatter_add.default: functools.partial(_scatter_add, row_by_row),
+    }
+    return {
+        call: functools.partial(rule, cp_axis=cp_axis) for call, rule in rules.items()
+    }
+
+
+def _index(x: Any, indices: Sequence[Any], *, cp_axis: MeshAxis) -> Any:
+    block = _Block.of(cp_axis, indices)
+    if block is None or not _is_on(cp_axis, x):
+        return aten.index.Tensor(x, indices)
+    result = aten.index.Tensor(_whole(x), block.own)
+    shape = list(result.shape)
+    shape[block.dim] = block.size
+    return _placed(result, x, cp_axis, Shard(block.dim), shape)
+
+
+def _index_put(
+    x: Any,
+    indices: Sequence[Any],
+    values: Any,
+    accumulate: bool = False,
+    *,
+    cp_axis: MeshAxis,
+) -> Any:
+    adds = accumulate and x.dtype.is_floating_point
+    block = _Block.of(cp_axis, indices) if adds else None
+    if block is None or not _is_on(cp_axis, values, Shard(block.dim)):
+        return aten.index_put.default(x, indices, values, accumulate)
+    own = _share(cp_axis, x), block.own, values._local_tensor
+    result = aten.index_put.default(*own, True)
+    return _placed(result, values, cp_axis, Partial(), x.shape)
+
+
+def _index_select(x: Any, dim: int, index: Any, *, cp_axis: MeshAxis) -> Any:
+    if not _is_on(cp_axis, index, Shard(0)) or not _is_on(cp_axis, x):
+        return aten.index_select.default(x, dim, index)
+    result = aten.index_select.default(_whole(x), dim, index._local_tensor)
+    shape = list(x.shape)
+    shape[dim] = index.shape[0]
+    return _placed(result, x, cp_axis, Shard(dim % x.ndim), shape)
+
+
+def _index_add(x: Any, dim: int, index: Any, values: Any, *, cp_axis: MeshAxis) -> Any:
+    at = Shard(dim % values.ndim)
+    cut = _is_on(cp_axis, values, at) and _is_on(cp_axis, index, Shard(0))
+    if not cut or not x.dtype.is_floating_point:
+        return aten.index_add.default(x, dim, index, values)
+    own = _share(cp_axis, x), dim, index._local_tensor, values._local_tensor
+    return _placed(aten.index_add.default(*own), values, cp_axis, Partial(), x.shape)
+
+
+def _gather(
+    row_by_row: Callable[[Any], Callable[..., Any]],
+    x: Any,
+    dim: int,
+    index: Any,
+    *,
+    cp_axis: MeshAxis,
+) -> Any:
+    at = Shard(dim % x.ndim)
+    if not _is_on(cp_axis, index, at) or not _is_on(cp_axis, x):
+        return row_by_row(aten.gather.default)(x, dim, index)
+    result = aten.gather.default(_whole(x), dim, index._local_tensor)
+    return _placed(result, x, cp_axis, at, index.shape)
+
+
+def _scatter_add(
+    row_by_row: Callable[[Any], Callable[..., Any]],
+    x: Any,
+    dim: int,
+    index: Any,
+    values: Any,
+    *,
+    cp_axis: MeshAxis,
+) -> Any:
+    at = Shard(dim % x.ndim)
+    cut = _is_on(cp_axis, values, at) and _is_on(cp_axis, index, at)
+    if not cut or not x.dtype.is_floating_point or values.shape != index.shape:
+        return row_by_row(aten.scatter_add.default)(x, dim, index, values)
+    own = _share(cp_axis, x), dim, index._local_tensor, values._local_tensor
+    result = aten.scatter_add.default(*own)
+    return _placed(result, values, cp_axis, Partial(), x.shape)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The places that some indices give together, of which a rank has some.
+
+    dim: of the result, which is cut. size: of it, on all ranks. own: this rank's parts
+    of the indices.
+    """
+
+    dim: int
+    size: int
+    own: list[Tensor | None]
+
+    @classmethod
+    def of(cls, cp_axis: MeshAxis, indices: Sequence[Any]) -> _Block | None:
+        """Return that; None if no index is cut, or several are in different ways."""
+        given = [(i, x) for i, x in enumerate(indices) if x is not None]
+        cut = {
+            (at.dim - x.ndim, x.shape[at.dim])
+            for _, x in given
+            if isinstance(x, DTensor)
+            and type(at := x.placements[cp_axis.axis]) is Shard
+        }
+        if len(cut) != 1:
+            return None
+        ((back, size),) = cut
+        own: list[Tensor | None] = [None] * len(indices)
+        for i, x in given:
+            has = x.ndim >= -back and x.shape[back] == size
+            own[i] = _part(cp_axis, x, Shard(x.ndim + back) if has else Replicate())
+        places = [i for i, _ in given]
+        adjacent = places == [*range(places[0], places[-1] + 1)]
+        first = places[0] if adjacent else 0
+        return cls(first + max(x.ndim for _, x in given) + back, size, own)
+
+
+def _part(cp_axis: MeshAxis, x: Any, at: Placement) -> Tensor:
+    if not isinstance(x, DTensor):
+        everywhere = [Replicate()] * cp_axis.mesh.ndim
+        x = DTensor.from_local(x, cp_axis.mesh, everywhere, run_check=False)
+    placements = [*x.placements]
+    placements[cp_axis.axis] = at
+    part: Tensor = x.redistribute(placements=placements)._local_tensor
+    return part
+
+
+def _is_on(cp_axis: MeshAxis, x: Any, at: Placement | None = None) -> bool:
+    """Tell whether x is a DTensor that no other axis cuts, and this one as `at`."""
+    if not isinstance(x, DTensor):
+        return False
+    here = x.placements[cp_axis.axis]
+    others = [p for i, p in enumerate(x.placements) if i != cp_axis.axis]
+    return at in (None, here) and all(p.is_replicate() for p in others)
+
+
+def _whole(x: DTensor) -> Tensor:
+    return x.redistribute(placements=[Replicate()] * len(x.placements))._local_tensor
+
+
+def _placed(
+    local: Tensor, like: DTensor, cp_axis: MeshAxis, at: Placement, shape: Sequence[int]
+) -> DTensor:
+    placements: list[Placement] = [Replicate()] * len(like.placements)
+    placements[cp_axis.axis] = at
+    return dtensor_of(local.contiguous(), like.device_mesh, placements, shape)
+
+
+def _share(cp_axis: MeshAxis, x: Any) -> Tensor:
+    """Return this rank's summand of x, to which it adds what it has."""
+    if not isinstance(x, DTensor):
+        everywhere = [Replicate()] * cp_axis.mesh.ndim
+        x = DTensor.from_local(x, cp_axis.mesh, everywhere, run_check=False)
+    share: Tensor = _whole(x) / cp_axis.size
+    return share
