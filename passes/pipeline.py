@@ -114,6 +114,7 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
     choose_strategy,
     insert_attention,
     pad_convolutions,
+    fold_scans,
     exchange_mixers,
     write_exchanges,  # after exchange_mixers, whose marks it reads
     keep_calls,  # last: what AOTAutograd would take apart

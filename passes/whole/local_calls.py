@@ -179,6 +179,10 @@ def _summed(x: DTensor) -> DTensor:
 def _constant(graph: fx.Graph, value: Any) -> fx.Node:
     owner = graph.owning_module
     assert owner is not None, "a graph that is compiled belongs to a module"
+    if isinstance(value, torch.nn.Module):  # the step of a scan
+        name = f"local_step_{sum(1 for _ in owner.children())}"
+        owner.add_submodule(name, value)
+        return graph.get_attr(name)
     # One tensor may have several names, of calls that are alike.
     names = dict(owner.named_buffers(remove_duplicate=False))
     name = f"local_constant_{len(names)}"

@@ -17,8 +17,9 @@ from cpcompile.ops.shared_mixers import (
     SPLIT_ALONG,
 )
 
-from ..graph.constant_arguments import MeshAxis
+from ..graph.constant_arguments import GraphArgument, MeshAxis
 from ..placement.placement_calls import cp_mixed_in_parts, cp_replicate
+from ..placement.scan_calls import SCAN, cp_scan
 
 
 def shared_mixer_rules(cp_axis: MeshAxis) -> dict[Any, Callable[..., Any]]:
@@ -27,6 +28,7 @@ def shared_mixer_rules(cp_axis: MeshAxis) -> dict[Any, Callable[..., Any]]:
         SPLIT_ALONG: _split_along,
         IN_PARTS: _in_parts,
         IN_PARTS_BACKWARD: _in_parts_backward,
+        torch.ops.higher_order.scan: _scan,
     }
     return {call: functools.partial(rule, cp_axis) for call, rule in rules.items()}
 
@@ -34,7 +36,7 @@ def shared_mixer_rules(cp_axis: MeshAxis) -> dict[Any, Callable[..., Any]]:
 def _split_along(cp_axis: MeshAxis, x: Any, source: int, target: int) -> Any:
     """Bring x to where it is wanted, wherever it is."""
     if not isinstance(x, DTensor):
-        return x
+        return x.clone()  # dense, as the call's result is in the whole graph
     placements = list(x.placements)
     now, axis = placements[cp_axis.axis], cp_axis.axis
     placements[axis] = Replicate() if target == ALL else Shard(target)
@@ -73,6 +75,19 @@ def _in_parts_backward(
     ]
     inputs = [leaves[i] for i in needed]
     return list(torch.autograd.grad(outputs, inputs, given))
+
+
+def _scan(
+    cp_axis: MeshAxis,
+    step: Any,
+    carries: Sequence[Any],
+    slices: Sequence[Any],
+    others: Sequence[Any] = (),
+) -> list[Any]:
+    """Scan the entries that a rank has, as of channels."""
+    counts = len(carries), len(slices)
+    operands = _distributed(cp_axis, [*carries, *slices, *others])
+    return cp_scan(GraphArgument(step), SCAN, *counts, *operands)
 
 
 def _distributed(cp_axis: MeshAxis, tensors: Sequence[Any]) -> list[DTensor]:
