@@ -44,6 +44,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
             *(aten.nll_loss_forward, aten.nll_loss_backward),
             *(aten.nll_loss2d_forward, aten.nll_loss2d_backward),
             *(aten.mse_loss, aten.mse_loss_backward, aten.native_dropout_backward),
+            *(aten.log_sigmoid_forward, aten.log_sigmoid_backward),
         ]
     )
     return table | {aten.mean.dim: _mean, aten.mean.default: _mean_of_all}

@@ -154,7 +154,7 @@ def _can_view(x: Tensor, sizes: Sequence[int]) -> bool:
         like = torch.empty_strided(x.shape, x.stride(), device="meta")
         try:
             like.view(sizes)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             return False
     return True
 

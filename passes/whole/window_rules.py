@@ -103,6 +103,8 @@ class _Spans:
 
     def of(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Return what this rank's windows read; x: its tokens. fill: of no token."""
+        if self._are_own:
+            return _longer(x, self.dim, self.length)
         how, pieces, length, group = self._how
         spans: Tensor = torch.ops.cp.moved_tokens(
             [x.contiguous()], self.dim, [self.tokens], how, pieces, length, fill, group
@@ -111,11 +113,20 @@ class _Spans:
 
     def back(self, spans: Tensor) -> Tensor:
         """Add up what ranks have for each token; return that of this rank's tokens."""
+        if self._are_own:
+            return _longer(spans, self.dim, self.kept(self.tokens))
         how, pieces, length, group = self._how
         (x,) = torch.ops.cp.moved_tokens_backward(
             spans.contiguous(), self.dim, [self.tokens], how, pieces, length, group
         )
         return x  # type: ignore[no-any-return]
+
+    @property
+    def _are_own(self) -> bool:
+        """Tell whether every rank has the tokens of its windows, as of patches."""
+        tokens = -(-self.tokens // self.cp_axis.size)
+        fits = self.own * self.step == tokens and self.size <= self.step
+        return fits and self.before == 0
 
     @property
     def _how(self) -> tuple[str, list[int], int, str]:
@@ -524,7 +535,7 @@ def _wrapped(
 
 
 def _longer(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return x with zeros at its end."""
+    """Return x with zeros at its end, or less of it."""
     missing = size - x.shape[dim]
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
 
