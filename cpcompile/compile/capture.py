@@ -47,7 +47,11 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
             *(aten.log_sigmoid_forward, aten.log_sigmoid_backward),
         ]
     )
-    return table | {aten.mean.dim: _mean, aten.mean.default: _mean_of_all}
+    return table | {
+        aten.mean.dim: _mean,
+        aten.mean.default: _mean_of_all,
+        aten.copy.default: _copy,
+    }
 
 
 def _mean(
@@ -66,3 +70,8 @@ def _mean(
 
 def _mean_of_all(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return _mean(x, dtype=dtype)
+
+
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Return what x is after it was written to."""
+    return source.to(x).expand(x.shape).clone()

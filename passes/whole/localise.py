@@ -252,7 +252,8 @@ class Localise(EdgeValues):
                 value = value._local_tensor
             whole[x] = value, local
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: whole[x][0])
-        operands = [whole[x][1] for x in _operands(node)]
+        pairs = [whole[x] for x in _operands(node)]
+        operands = [local for value, local in pairs if isinstance(value, Tensor)]
         call: Any = node.target
         values, local = self.write(call, args, operands, kwargs)
         return self._cut_alike(values, local, node)

@@ -37,6 +37,7 @@ from cpcompile.ops.window_convolution import (
     window_convolution,
     window_convolution_backward,
 )
+from cpcompile.torch_private import pytree
 
 from ..graph.constant_arguments import MeshAxis
 from ..placement.token_moves import are_few
@@ -337,7 +338,7 @@ def _unfolded(
 def _mean_pool(cp_axis: MeshAxis, x: Any, *how: Any) -> Any:
     pool = _Pool.of(cp_axis, x, aten.avg_pool2d.default, how)
     if pool is None:
-        return aten.avg_pool2d.default(x, *how)
+        return _of_rows(aten.avg_pool2d.default, x, x, *how)
     with _sharing(x):
         out = aten.avg_pool2d.default(pool.spans.of(x._local_tensor), *pool.how)
     return pool.kept(out)
@@ -346,7 +347,7 @@ def _mean_pool(cp_axis: MeshAxis, x: Any, *how: Any) -> Any:
 def _mean_pool_backward(cp_axis: MeshAxis, grad: Any, x: Any, *how: Any) -> Any:
     pool = _Pool.of(cp_axis, x, aten.avg_pool2d.default, how)
     if pool is None:
-        return aten.avg_pool2d_backward.default(grad, x, *how)
+        return _of_rows(aten.avg_pool2d_backward.default, x, grad, x, *how)
     wide = x._local_tensor.new_empty(
         _with(x._local_tensor.shape, pool.spans.dim, pool.spans.length)
     )
@@ -360,7 +361,7 @@ def _max_pool(cp_axis: MeshAxis, x: Any, *how: Any) -> Any:
     call = aten.max_pool2d_with_indices.default
     pool = _Pool.of(cp_axis, x, call, how)
     if pool is None:
-        return call(x, *how)
+        return _of_rows(call, x, x, *how)
     with _sharing(x):
         out, places = call(pool.spans.of(x._local_tensor, -math.inf), *pool.how)
     return pool.kept(out), pool.kept(pool.in_whole(places))
@@ -371,12 +372,32 @@ def _max_pool_backward(cp_axis: MeshAxis, grad: Any, x: Any, *how: Any) -> Any:
     call = aten.max_pool2d_with_indices.default
     pool = _Pool.of(cp_axis, x, call, numbers)
     if pool is None:
-        return aten.max_pool2d_with_indices_backward.default(grad, x, *how)
+        call = aten.max_pool2d_with_indices_backward.default
+        return _of_rows(call, x, grad, x, *how)
     wide, g = pool.spans.of(x._local_tensor, -math.inf), pool.gradient(grad)
     with _sharing(x):
         _, places = call(wide, *pool.how)  # those of the forward, as a rank has them
         of_x = aten.max_pool2d_with_indices_backward.default(g, wide, *pool.how, places)
     return pool.back(of_x)
+
+
+def _of_rows(call: Any, x: Any, *args: Any) -> Any:
+    """Pool the rows and channels that a rank has; x: the operand among `args`."""
+    if not isinstance(x, DTensor) or not all(
+        p.is_replicate() or (type(p) is Shard and p.dim < x.ndim - 2)
+        for p in x.placements
+    ):
+        return call(*args)
+    own = [_placed_as(y, x)._local_tensor if isinstance(y, Tensor) else y for y in args]
+    with _sharing(x):
+        results = call(*own)
+    whole = [
+        dtensor_of(
+            y.contiguous(), x.device_mesh, x.placements, (*x.shape[:-2], *y.shape[-2:])
+        )
+        for y in pytree.tree_leaves(results)
+    ]
+    return whole if isinstance(results, tuple) else whole[0]
 
 
 @dataclass(frozen=True)
