@@ -60,6 +60,7 @@ from .model.normalize.unflatten_losses import unflatten_losses
 from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
 from .model.sharding.shard_graph import shard_graph
+from .whole.ask_policies import ask_policies
 from .whole.keep_calls import keep_calls
 from .whole.keep_convolutions import keep_convolutions
 from .whole.keep_products import keep_products
@@ -113,6 +114,7 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
     find_latents,
     choose_strategy,
     insert_attention,
+    ask_policies,
     pad_convolutions,
     fold_scans,
     exchange_mixers,

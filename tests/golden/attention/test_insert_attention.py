@@ -1,15 +1,18 @@
 """Attention calls become cp:: operators, under masks too; all else stays as it is."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import cpcompile as cp
 from cpcompile import config
 from cpcompile.ranks.mesh_factors import hybrid_groups
+from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import capture, capture_pass, changes
 from tests.golden.golden_text import assert_golden, table
 from tests.golden.laid_out import attend, laid_out, moves
@@ -171,6 +174,26 @@ tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l
 getitem = tag_activation_checkpoint[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
+
+
+def test_the_policy_of_a_checkpoint_keeps_our_attention(mesh):
+    """It names torch's attention; else the ring would run again in the backward."""
+    saved = [torch.ops.aten._scaled_dot_product_flash_attention.default]
+    kept = functools.partial(create_selective_checkpoint_contexts, saved)
+    backward = []
+    for how in ({}, {"context_fn": kept}):
+
+        def region(q, k, v, how=how):
+            return checkpoint(causal, q, k, v, use_reentrant=False, **how)
+
+        options = {"mesh": mesh, "shard": QKV, "strategy": "ring"}
+        options["inner"], inputs = "aot_eager", make_qkv(2, 4, 16, 8)
+        with config.patch(graph="joint"), recording() as reports:
+            run = torch.compile(region, backend="cp", options=options)
+            run(*(x.requires_grad_() for x in inputs)).sum().backward()
+        backward.append(reports[0].account.graphs[1])
+    again, once = (x.work.flops for x in backward)
+    assert again > once
 
 
 def test_attention_to_the_result_of_attention(mesh):
