@@ -25,6 +25,8 @@ from ..graph.sequence_tokens import TokenDim
 from .composition_rules import composition_rules
 from .data_indices import index_rules
 from .latent_rules import latent_step
+from .reduced_tokens import RULES as REDUCTIONS
+from .reduced_tokens import summed
 from .sequence_moves import move_rules
 from .shared_mixer_rules import shared_mixer_rules
 from .token_order import TokenOrder, in_order
@@ -44,6 +46,7 @@ class CallRules:
             **shared_mixer_rules(order.cp_axis),
             **window_rules(order.cp_axis),
             **index_rules(order.cp_axis, functools.partial(_along, order=order)),
+            **REDUCTIONS,
         }
         self._known[LATENT_KEYS] = functools.partial(latent_step, order.cp_axis)
 
@@ -57,6 +60,11 @@ class CallRules:
 def cuts_in_order(call: Any) -> bool:
     """Tell whether a rule of ours cuts what is whole, in the order of the tokens."""
     return call in (*_ROWS, aten.native_dropout.default) or _is_element_wise(call)
+
+
+def adds_up(call: Any) -> bool:
+    """Tell whether all that a call sends are sums, which have no order."""
+    return call in REDUCTIONS or _is_element_wise(call)
 
 
 def _rule_of(call: Any, order: TokenOrder) -> Callable[..., Any]:
@@ -82,16 +90,24 @@ def _is_element_wise(call: Any) -> bool:
 
 
 def _element_wise(call: OpOverload, order: TokenOrder) -> Callable[..., Any]:
-    """Cut what is whole as rows of a flattened batch are cut, which DTensor cannot.
+    """Keep shards where they are.
 
-    Nor does DTensor know of the order of laid out tokens.
+    What is whole is cut as rows of a flattened batch are cut, which DTensor cannot, and
+    in the order of the tokens, of which DTensor does not know; and a sum that meets
+    shards which it is spread over is added up before that.
     """
     always = order.layout is not Layout.CONTIGUOUS
 
     def elements(*args: Any, **options: Any) -> Any:
+        cut = [x for x in args if any(hasattr(p, "dim") for p in _placements(x))]
+        size = max((x.numel() for x in cut), default=0)
+        args = tuple(
+            summed(x) if isinstance(x, DTensor) and x.numel() < size else x
+            for x in args
+        )
         rows = any(isinstance(p, StridedShard) for x in args for p in _placements(x))
-        if always or rows:
-            return call(*_cut_alike(list(args), order), **options)
+        if rows or (always and cut):
+            return call(*_cut_alike(list(map(summed, args)), order), **options)
         return call(*args, **options)
 
     return elements
@@ -133,10 +149,7 @@ def _dropout(order: TokenOrder, x: Any, p: float, train: bool | None) -> Any:
 
 def _expand(x: Any, sizes: Sequence[int], **options: Any) -> Any:
     """Add up a sum over the ranks before it is expanded, as of one row to all rows."""
-    if isinstance(x, DTensor) and any(p.is_partial() for p in x.placements):
-        whole = [Replicate() if p.is_partial() else p for p in x.placements]
-        x = x.redistribute(placements=whole)
-    return aten.expand.default(x, sizes, **options)
+    return aten.expand.default(summed(x), sizes, **options)
 
 
 def _view(x: Any, sizes: Sequence[int]) -> Any:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from ..graph.sequence_tokens import TokenDim
-from .call_rules import cuts_in_order
+from .call_rules import adds_up, cuts_in_order
 from .local_calls import LocalCall
 from .token_order import TokenOrder
 
@@ -33,7 +33,9 @@ def constants(
 
     target: of the call. What cuts in an order has nothing of the kind.
     """
-    if call.brings_together(order.cp_axis):
+    if call.brings_together(order.cp_axis, but_for_sums=adds_up(target)):
+        return None
+    if any(_is_looked_up(x) for x in call.results):
         return None
     lengths = set()
     for x in (*call.operands, *call.results):
@@ -63,6 +65,12 @@ def constants(
                 return None
             found[place] = TokenDim(dim)
     return found
+
+
+def _is_looked_up(x: Any) -> bool:
+    """Tell whether ranks have what their own entries of a table say."""
+    placements = x.placements if isinstance(x, DTensor) else ()
+    return any(p.is_partial() and type(p) is not Partial for p in placements)
 
 
 def is_cut(x: Any, order: TokenOrder) -> bool:

@@ -33,6 +33,7 @@ _DECOMPOSED: dict[Any, Callable[..., Any]] = {
     **unflattened_linear.DECOMPOSED,
     **window_convolution.DECOMPOSED,
 }
+_SUM = torch.ops._c10d_functional.all_reduce.default
 _MESSAGES = ("_c10d_functional", "_dtensor")
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -56,7 +57,7 @@ class LocalCall:
         targets = (node.target for node in self.module.graph.nodes)
         return any(getattr(x, "namespace", "") in _MESSAGES for x in targets)
 
-    def brings_together(self, cp_axis: MeshAxis) -> bool:
+    def brings_together(self, cp_axis: MeshAxis, but_for_sums: bool) -> bool:
         """Tell whether it brings entries of ranks of an axis together.
 
         An operator of ours may do so, or may count on their order.
@@ -70,6 +71,8 @@ class LocalCall:
         for node in self.module.graph.nodes:
             namespace = getattr(node.target, "namespace", "")
             texts = {x for x in node.args if isinstance(x, str)}
+            if but_for_sums and node.target is _SUM:
+                continue
             if namespace in _MESSAGES and texts and not texts & others:
                 return True
             if namespace == "cp":
