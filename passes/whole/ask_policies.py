@@ -13,6 +13,8 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from cpcompile.ops.latent_keys import WHOLE
+
 from ..graph.graph_pass import graph_pass
 from ..graph.nodes import all_graphs
 
@@ -57,7 +59,7 @@ class _Policy:
 
     def __call__(self, ctx: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         answer = self.policy(ctx, call, *args, **kwargs)
-        if str(getattr(call, "namespace", ""))[:2] != "cp" or answer not in _AGAIN:
+        if getattr(call, "namespace", None) not in _OURS or answer not in _AGAIN:
             return answer
         if not call.__name__.partition(".")[0].endswith("attention"):
             return answer
@@ -65,6 +67,7 @@ class _Policy:
         return next((x for x in answers if x not in _AGAIN), answer)
 
 
+_OURS = ("cp", WHOLE)
 _AGAIN = (
     *(False, CheckpointPolicy.MUST_RECOMPUTE),
     CheckpointPolicy.PREFER_RECOMPUTE,

@@ -11,6 +11,7 @@ from cpcompile.passes.graph.constant_arguments import MeshAxis
 from cpcompile.passes.whole.call_rules import CallRules
 from cpcompile.passes.whole.edges import placed_as
 from cpcompile.passes.whole.local_calls import LocalCalls, _constant, replicated
+from cpcompile.passes.whole.token_order import TokenOrder
 
 MESH_AXES = {"cp": 4}
 aten = torch.ops.aten
@@ -43,7 +44,7 @@ def test_a_call_that_sends_says_so(mesh):
 
 def test_rows_of_a_flattened_batch_are_looked_up_in_place(mesh):
     """Labels are whole; each rank cuts its rows of them, and sends nothing."""
-    calls, rules = LocalCalls(mesh, {}), CallRules(MeshAxis(mesh, 0))
+    calls, rules = LocalCalls(mesh, {}), CallRules(TokenOrder(MeshAxis(mesh, 0)))
     with FakeTensorMode(), torch.no_grad():
         rows = shard(mesh, 2, 10, 16).view(20, 16)
         labels = torch.empty(20, 1, dtype=torch.long)
@@ -62,7 +63,7 @@ def test_constants_of_calls_that_are_alike_keep_their_names():
 
 def test_numbers_are_drawn_for_all_tokens(mesh):
     """Each rank reads its rows of one mask; other random calls refuse shards."""
-    calls, rules = LocalCalls(mesh, {}), CallRules(MeshAxis(mesh, 0))
+    calls, rules = LocalCalls(mesh, {}), CallRules(TokenOrder(MeshAxis(mesh, 0)))
     dropout = aten.native_dropout.default
     with FakeTensorMode(), torch.no_grad():
         x = shard(mesh, 2, 10, 8)
