@@ -12,6 +12,7 @@ from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations
 from tests.support.forms.convolved_forms import FORMS, TWINS, Model
+from tests.support.settings import split
 
 CASES = [
     *(
@@ -28,6 +29,7 @@ CASES = [
     ),
     *((name, 2, 17, {"inner": "inductor"}) for name in ("sliced", "conformer")),
     *((name, 2, 16, {}) for name in TWINS),
+    *((name, 3, 13, {"graph": "joint"}) for name in FORMS if name != "grid"),
 ]
 
 
@@ -38,8 +40,10 @@ def test_forms(name, ranks, length, options):
     model = Model(name).double()
     tokens = torch.randint(23, (2, length), generator=torch.Generator().manual_seed(0))
     exact = run(model, tokens, model)
+    options, settings = split(options)
     compiled = compiled_on(ranks, model, **options)
-    check(deviations(run(compiled, tokens, model), exact))
+    with settings:
+        check(deviations(run(compiled, tokens, model), exact))
     with torch.profiler.profile() as profile:
         compiled(tokens)
     calls = Counter(event.name for event in profile.events())
@@ -48,5 +52,5 @@ def test_forms(name, ranks, length, options):
     elif "inner" in options:
         assert calls["cp::halo_exchange"] > 0
     else:
-        rows_are_cut = name == "grid" and length // 4 % ranks
-        assert calls["cp::halo_exchange"] == (0 if rows_are_cut else 2)
+        moves = calls["cp::halo_exchange"] or calls["cp::moved_tokens"]
+        assert moves == (0 if name == "grid" and length // 4 % ranks else 2)

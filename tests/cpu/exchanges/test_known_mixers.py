@@ -194,13 +194,10 @@ class FusedScan(nn.Module):
         )
 
 
-MODELS = {
-    x.__name__: x
-    for x in (
-        DeltaRule, StateSpace, SelectiveScan, Documents, FusedStateSpace,
-        FusedDocuments, FusedScan,
-    )
-}  # fmt: skip
+MODELS = {x.__name__: x for x in (
+    DeltaRule, StateSpace, SelectiveScan, Documents, FusedStateSpace, FusedDocuments,
+    FusedScan,
+)}  # fmt: skip
 
 
 class AfterAttention(nn.Module):
@@ -287,10 +284,7 @@ def exchanged_calls(name, world, strategy, batch):
 @pytest.mark.parametrize(("name", "world", "strategy", "batch", "tokens"), CASES)
 @on_ranks("world")
 def test_a_mixer_equals_one_process(name, world, strategy, batch, tokens):
-    """Nothing is warned of, but that all is gathered.
-
-    Three ranks, which heads do not fill, share the channels of values.
-    """
+    """Nothing is warned of, but that all is gathered."""
     comparison, count = run(name, world, strategy, batch, tokens)
     comparison.check()
     if name == "HeadNorm":
@@ -323,10 +317,12 @@ def test_a_mixer_beside_attention_in_a_balanced_layout(name, strategy):
         ).check()
 
 
+@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize("strategy", ["exchange", "states"])
 @on_ranks(2)
-def test_inductor_runs_a_kernel(strategy):
-    comparison, count = run("DeltaRule", 2, strategy, 1, 16, inner="inductor")
+def test_inductor_runs_a_kernel(strategy, graph):
+    with cp.config.patch(graph=graph):
+        comparison, count = run("DeltaRule", 2, strategy, 1, 16, inner="inductor")
     comparison.check()
     assert count == 1
 
