@@ -43,7 +43,6 @@ from .model.masks.rewrite_masks import rewrite_masks
 from .model.mixers.exchange_mixers import exchange_mixers
 from .model.mixers.find_windows import find_windows
 from .model.mixers.split_pairs_by_rows import split_pairs_by_rows
-from .model.mixers.write_exchanges import write_exchanges
 from .model.moe.fold_moe_dispatch import fold_moe_dispatch
 from .model.mutation.functionalise_writes import functionalise_writes
 from .model.mutation.join_parts import join_parts
@@ -101,12 +100,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
 
 # What reads Dynamo's graph before AOTAutograd traces it, of the whole sequence.
 CAPTURED: tuple[GraphPass[Context], ...] = (
-    inline_attention_modules,
-    number_rows,  # masks are read in the form that these three make
-    functionalise_writes,
-    join_parts,
-    decompose_flex_attention,
-    fold_attention_patterns,
+    *MODEL[: MODEL.index(cut_before_products)],  # in their form masks are read
     find_attention,
     find_windows,
     fold_kv_repeat,
@@ -118,8 +112,7 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
     pad_convolutions,
     fold_scans,
     exchange_mixers,
-    write_exchanges,  # after exchange_mixers, whose marks it reads
-    keep_calls,  # last: what AOTAutograd would take apart
+    keep_calls,  # last: it writes what the others mark
 )
 
 WHOLE: tuple[GraphPass[WholeProgram], ...] = (

@@ -1,7 +1,9 @@
-"""Write calls that AOTAutograd would take apart as one call on the whole sequence.
+"""Write what AOTAutograd would take apart, or not see, as calls that it traces.
 
 cp.ulysses_attention(q, k, v, ...)  ->  cp_whole.ulysses_attention(q, k, v, ...)
-constraint(latent, "key source")    ->  cp_whole.latent_keys(latent, "gather")
+constraint(latent, KEY_SOURCE)      ->  cp_whole.latent_keys(latent, "gather")
+constraint(x, EXCHANGED, 1, 2)      ->  cp.split_along(x, 1, 2)
+mixed_in_parts([q, k, v])           ->  cp.mixer_in_parts([q, k, v])
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ from typing import Any
 import torch.fx as fx
 
 from cpcompile.ops.latent_keys import LATENT_KEYS, LatentStep
+from cpcompile.ops.shared_mixers import ALL, IN_PARTS, SPLIT_ALONG
 
 from ..graph.graph_pass import graph_pass
+from ..graph.mixer_calls import mixed_in_parts
 from ..graph.nodes import all_nodes
 from ..graph.sequence_tokens import Wanted, wanted_of
 from .composition_rules import COMPOSITIONS
 
-_FORWARD = {x.call: x.forward for x in COMPOSITIONS}
+_CALLS: dict[Any, Any] = {x.call: x.forward for x in COMPOSITIONS}
+_CALLS[mixed_in_parts] = IN_PARTS
 _STEPS = {
     Wanted.KEY_SOURCE: LatentStep.GATHER,
     Wanted.COMPUTED_KEYS: LatentStep.KEYS,
@@ -26,15 +31,18 @@ _STEPS = {
 
 @graph_pass()
 def keep_calls(graph: fx.Graph, _: object) -> int:
-    """Rewrite the calls; return how many."""
+    """Rewrite the calls and marks; return how many."""
     count = 0
     for node in all_nodes(graph):
-        if node.target in _FORWARD:
-            node.target = _FORWARD[node.target]
-        elif wanted_of(node) in _STEPS:
-            arguments: tuple[Any, ...] = node.args
-            x, wanted, *_ = arguments
-            node.target, node.args = LATENT_KEYS, (x, _STEPS[wanted].value)
+        wanted = wanted_of(node)
+        if node.target in _CALLS:
+            node.target = _CALLS[node.target]
+        elif wanted in _STEPS:
+            node.target, node.args = LATENT_KEYS, (node.args[0], _STEPS[wanted].value)
+        elif wanted is Wanted.EXCHANGED:
+            x, _, source, target = node.args
+            node.target = SPLIT_ALONG
+            node.args = (x, source, ALL if target is None else target)
         else:
             continue
         count += 1

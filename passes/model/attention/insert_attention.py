@@ -185,9 +185,8 @@ def _insert(
     values = value, torch.empty(shape, device="meta")
     arguments = (*operands, *_groups(target, plan, ctx))
     node = insert_call(like.graph, target, arguments, like=like, value=values)
-    node.meta[CALL] = call
-    place = list(ctx.findings.plans).index(call)
-    node.meta["custom"] = {**node.meta.get("custom", {}), PLAN: place}
+    custom = {PLAN: [*ctx.findings.plans].index(call)}
+    node.meta |= {CALL: call, "custom": node.meta.get("custom", {}) | custom}
     for number in range(1 if call.lse is None else 2):
         part, one = (node, number), values[number]
         insert_call(like.graph, operator.getitem, part, like=like, value=one)
@@ -234,8 +233,7 @@ def _groups(target: OpOverload, plan: Plan, ctx: Context) -> tuple[str | bool, .
         return (ctx.group_name,)
     degrees = plan.chosen.degrees
     groups = ctx.hybrid_groups(degrees)
-    inner = degrees.inner == "ulysses"
-    return (ctx.group_name, groups.ulysses, groups.ring, inner)
+    return (ctx.group_name, groups.ulysses, groups.ring, degrees.inner == "ulysses")
 
 
 def _length(call: AttentionCall, operand: fx.Node) -> int | fx.Node:

@@ -64,10 +64,8 @@ from .permutation_proof import PermutationProofs
 from .token_graph import LayoutPrices, TokenGraph, Use
 
 RELAYOUT = torch.ops.cp.relayout.default
-
 MOVES = (cp_move_tokens, cp_split_tokens)
 PICKS = (cp_pick_tokens, cp_gather_at)
-
 # Relayouts of a call that would be laid out by itself: of q, k, v and of its output.
 _PER_CALL = 4
 
@@ -106,10 +104,8 @@ def lay_out_tokens(graph: fx.Graph, ctx: Context) -> int:
         _LaidOut(graph, ctx, tokens, layout, others).rewrite()
         for n in (tokens, *others):
             waiting.pop(n, None)
-    left = sum(
-        len(subgraph.find_nodes(op="call_function", target=RELAYOUT))
-        for subgraph in all_graphs(graph)
-    )
+    graphs = all_graphs(graph)
+    left = sum(len(x.find_nodes(op="call_function", target=RELAYOUT)) for x in graphs)
     note_relayouts(ctx, left, len(balanced))
     return sum(
         plan.layout is not Layout.CONTIGUOUS for plan in ctx.findings.plans.values()
