@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,10 +44,17 @@ def keys_of(node: fx.Node) -> tuple[list[int], tuple[int, ...]]:
 
     And those of the results that are like them.
     """
-    names = _names(node)
-    results = (1, 2) if "grad" in names else ()
-    before = (node.args[: names.index(x)] for x in ("k", "v"))
-    return [len(pytree.tree_leaves(x)) for x in before], results
+    results = (1, 2) if "grad" in _names(node) else ()
+    return _places(node, ("k", "v")), results
+
+
+def cut_places(node: fx.Node) -> list[int]:
+    """Return the places of what has this rank's tokens, [B, H, S, ..].
+
+    What a gradient reads of its forward is cut already.
+    """
+    keys = () if spec_of(node).whole_keys else ("k", "v")
+    return _places(node, ("grad", "grad_lse", "q", *keys))
 
 
 def plan_number(node: fx.Node) -> int | None:
@@ -71,6 +79,12 @@ def with_layout(node: fx.Node, layout: Layout) -> tuple[Any, ...]:
     args = list(node.args)
     args[_names(node).index("spec")] = str(replace(spec_of(node), layout=layout))
     return tuple(args)
+
+
+def _places(node: fx.Node, wanted: Sequence[str]) -> list[int]:
+    names = _names(node)
+    before = (node.args[: names.index(x)] for x in wanted if x in names)
+    return [len(pytree.tree_leaves(x)) for x in before]
 
 
 def _names(node: fx.Node) -> list[str]:

@@ -47,7 +47,7 @@ from ..graph.constant_arguments import MeshAxis
 from ..graph.graph_pass import graph_pass
 from ..graph.nodes import where
 from ..model.layouts.lay_out_tokens import note_relayouts
-from .attention_nodes import is_attention, needs_order, with_layout
+from .attention_nodes import cut_places, is_attention, needs_order, with_layout
 from .call_rules import CallRules
 from .cut_constants import constants
 from .edge_values import EdgeValues
@@ -303,6 +303,9 @@ class Localise(EdgeValues):
             if isinstance(x, fx.Node):
                 side = self.order.reads_laid_out(node, place)
                 pairs[place] = parts[x] if x in parts else self.ordered_as(x, side)
+        for place in cut_places(node) if laid_out and is_attention(node) else ():
+            if self.order.reads_laid_out(node, place):
+                pairs[place] = self._attended(pairs[place])
         rule = self.rules[bool(laid_out)].of(node.target)
 
         def call() -> LocalCall:
@@ -325,6 +328,17 @@ class Localise(EdgeValues):
             own = zip(*map(pytree.tree_leaves, pair), strict=True)
             operands += [x for value, x in own if isinstance(value, Tensor)]
         return found, operands
+
+    def _attended(self, pair: Pair) -> Pair:
+        """Cut an operand of attention, which DTensor would cut in natural order."""
+        value, local = pair
+        if not isinstance(value, Tensor) or self.is_shard(value):
+            return pair
+        if not isinstance(value, DTensor):
+            value = replicated(value, self.ctx.mesh)
+        placements = list(value.placements)
+        placements[self.ctx.axis] = Shard(2)
+        return self.cut(value, local, tuple(placements), True)
 
     def ordered(self) -> TokenOrder | None:
         """Decide in which order calls see tokens; None if there is only one."""

@@ -55,7 +55,7 @@ CASES = [
     for name in MODULES
     for world, batch, tokens in ((2, 2, 37), (3, 1, 41), (2, 1, 32))
     for layout in ("contiguous", "zigzag")
-    for how in ("plain", "dtensor", "checkpoint", "inductor")
+    for how in ("plain", "dtensor", "checkpoint", "inductor", "joint")
 ]
 
 
@@ -70,7 +70,8 @@ def test_it_equals_one_process(module, world, batch, tokens, layout, how):
     options = {"strategy": "latents", "layout": layout}
     options["inner"] = "inductor" if how == "inductor" else "aot_eager"
     door = "dtensor" if how == "dtensor" else "plain"
-    comparison = compare(make, (batch, tokens, WIDTH), world, door, **options)
+    with config.patch(graph="joint" if how == "joint" else "model"):
+        comparison = compare(make, (batch, tokens, WIDTH), world, door, **options)
     comparison.check()
     # Of layouts that another test of these processes has used.
     assert all("takes tokens in order" in x for x in comparison.warnings)
