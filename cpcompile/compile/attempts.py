@@ -29,6 +29,7 @@ from cpcompile.frontend.padding.pad_graph import pad_graph
 from cpcompile.frontend.reducers import gradient_contracts
 from cpcompile.frontend.request import Request
 from cpcompile.frontend.symbolic_sizes import specialize_sizes
+from cpcompile.frontend.tokens_per_rank import TokensPerRank
 from cpcompile.logs import warn_unsharded
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.effects import enables_gradients
@@ -90,9 +91,6 @@ class Attempts:
         Raises: RewriteError if strict; errors that no other way avoids.
         """
         ways = [self.for_any_rows, self.for_any_length, self.for_this_length]
-        if setting("graph") == "joint":
-            self._fix_sizes()
-            ways = [self.for_this_length]
         for attempted in ways:
             compiled = attempted()
             if compiled is not None:
@@ -128,7 +126,9 @@ class Attempts:
         if length is None:
             return None
         ways = [partial(self._for_all, length)]
-        if not self.request.is_padded:
+        if setting("graph") == "joint":
+            ways = [partial(self._for_shares, length)]
+        elif not self.request.is_padded:
             # What pad_tokens changes may be what torch cannot do with symbols.
             ways.insert(0, partial(self._for_multiples, length))
         compiled = symbolic_tracing.attempt(
@@ -170,6 +170,16 @@ class Attempts:
         """Compile for the lengths that the ranks divide."""
         return *self._sharded(self.gm, self._context(self.gm, length)), (length,)
 
+    def _for_shares(
+        self, length: torch.SymInt
+    ) -> tuple[CompiledCallable, dict[str, str], Sequence[torch.SymInt]]:
+        """Compile for all lengths, with symbols for the tokens of the ranks."""
+        module = copy.deepcopy(self.untouched)
+        tokens = TokensPerRank.of(module.graph, length, self.request.group.size())
+        ctx = self._context(module, length)
+        compiled, alike = self._sharded(module, ctx, tokens=tokens)
+        return tokens.around(compiled), alike, (length,)
+
     def _for_all(
         self, length: torch.SymInt
     ) -> tuple[CompiledCallable, dict[str, str], Sequence[torch.SymInt]]:
@@ -207,6 +217,7 @@ class Attempts:
         module: fx.GraphModule,
         ctx: Context,
         examples: Sequence[Any] | None = None,
+        tokens: TokensPerRank | None = None,
     ) -> tuple[CompiledCallable, dict[str, str]]:
         """Compile; return the program and what must be the same on every rank."""
         joint = setting("graph") == "joint"
@@ -214,6 +225,8 @@ class Attempts:
         if joint:
             check_capture(ctx)
         examples = self.example_inputs if examples is None else examples
+        if tokens is not None:
+            examples = [*examples, *tokens.write(module.graph, ctx)]
         compiled, exchanges = self._assembled(module, ctx, examples, runs)
         counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
         alike = ctx.plan_texts() | {"rewrites": counts} | exchanges

@@ -134,7 +134,8 @@ def specialize_sizes(
                 if length is not None and expected(size) == expected(length):
                     require(size == length)  # as in a mask, which nothing shards
                 else:
-                    int(size)
+                    for symbol in size.node.expr.free_symbols - symbols:
+                        size.node.shape_env.evaluate_expr(symbol)
         if isinstance(value, DTensor) and not is_parameter(node):
             argument = node.meta.get("grapharg")
             if argument is not None:

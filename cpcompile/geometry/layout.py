@@ -63,11 +63,11 @@ class Chunks:
         if isinstance(self.length, int):
             return -(-self.length // self.ranks)
         # Needs torch, which those that only plan do not import.
-        from cpcompile.geometry.lengths import few_more, is_symbol
+        from cpcompile.geometry.lengths import few_more, is_symbol, rounded_up
 
         if is_symbol(self.length):
-            few = few_more(self.length)  # as a slice leaves out
-            return (self.length - few) // self.ranks - (-few // self.ranks)
+            few = few_more(self.length, self.ranks)  # as a slice leaves out
+            return (self.length - few) // self.ranks + rounded_up(few, self.ranks)
         return -(-self.length // self.ranks)
 
     def start(self, rank: int) -> int:

@@ -57,11 +57,17 @@ def is_divided(n: Size, ranks: int) -> bool:
     return statically_known_true(n % ranks == 0)
 
 
-def few_more(n: Size) -> int:
-    """Return the number that is added to the symbols of n; 0 for a number."""
-    if not isinstance(n, torch.SymInt) or n.node.expr.is_number:
+def few_more(n: Size, ranks: int) -> Size:
+    """Return the terms of n that `ranks` do not divide: -1 of 4 c - 1."""
+    if not is_symbol(n):
         return 0
-    return int(n.node.expr.as_coeff_Add()[0])
+    assert isinstance(n, torch.SymInt)
+    few: Size = 0
+    for term in sympy.Add.make_args(n.node.expr):
+        part = _environment(n).create_symintnode(term, hint=_value(n, term))
+        if not is_divided(part, ranks):
+            few = few + part
+    return few
 
 
 def is_cut_for_all(n: Size, ranks: int) -> bool:
@@ -69,7 +75,27 @@ def is_cut_for_all(n: Size, ranks: int) -> bool:
 
     Then the parts of all ranks are known for every length (Chunks.size).
     """
-    return is_divided(n - few_more(n), ranks)
+    few = few_more(n, ranks)
+    if not is_symbol(few):
+        return is_divided(n - few, ranks)
+    assert isinstance(few, torch.SymInt)
+    bounds = _environment(few).bound_sympy(few.node.expr)
+    return bool(bounds.upper - bounds.lower <= ranks)
+
+
+def rounded_up(n: Size, ranks: int) -> int:
+    """Return n / ranks, rounded up; guard lengths for which that is another number."""
+    whole = -(-expected(n) // ranks)
+    if isinstance(n, torch.SymInt):
+        require(n > (whole - 1) * ranks)
+        require(n <= whole * ranks)
+    return whole
+
+
+def _value(n: torch.SymInt, expression: sympy.Expr) -> int:
+    """Return what an expression of symbols of n is in this call."""
+    values = _environment(n).backed_var_to_val
+    return int(expression.xreplace(values))
 
 
 def in_chunks(length: int, chunk: int, ranks: int) -> int:
@@ -77,7 +103,8 @@ def in_chunks(length: int, chunk: int, ranks: int) -> int:
 
     What is computed from it then is simple, and needs no guards, on every rank.
     """
-    return chunk * ranks if is_symbol(length) else length
+    divided = is_symbol(length) and is_divided(length, ranks)
+    return chunk * ranks if divided else length
 
 
 def times(n: Size, tokens: Size) -> int:
@@ -141,7 +168,7 @@ def guards_on(length: torch.SymInt) -> str:
     part.
     """
     environment, symbols = _environment(length), length.node.expr.free_symbols
-    guards = {environment.replace(guard.expr) for guard in environment.guards}
+    guards = {_of_remainders(guard.expr, environment) for guard in environment.guards}
     chunked = _in_chunks_of_the_ranks(guards, environment)
     texts = {
         str(guard)
@@ -151,6 +178,17 @@ def guards_on(length: torch.SymInt) -> str:
     }
     ranges = {f"{s} in {environment.var_to_range[s]}" for s in symbols}
     return "; ".join(sorted(texts | ranges))
+
+
+def _of_remainders(guard: sympy.Basic, environment: ShapeEnv) -> sympy.Basic:
+    """Write n for n % m in a guard if all n are less than all m."""
+    guard = environment.replace(guard)
+    numbers = {}
+    for remainder in guard.atoms(Mod):
+        n, m = map(environment.bound_sympy, remainder.args)
+        if n.lower >= 0 and n.upper < m.lower:
+            numbers[remainder] = remainder.args[0]
+    return guard.xreplace(numbers)
 
 
 def _in_chunks_of_the_ranks(
@@ -194,6 +232,11 @@ def upper_limit(length: torch.SymInt) -> int:
     return int(length.node.expr.xreplace(values))
 
 
+def lower_limit(length: torch.SymInt) -> int:
+    """Return the smallest length that guards leave."""
+    return int(_environment(length).bound_sympy(length.node.expr).lower)
+
+
 def is_fixed(length: torch.SymInt, ranks: int) -> bool:
     """Tell whether the guards leave no other length, judged by three other lengths.
 
@@ -202,13 +245,15 @@ def is_fixed(length: torch.SymInt, ranks: int) -> bool:
     """
     if not is_symbol(length):
         return True
-    environment = _environment(length)
-    (symbol,) = length.node.expr.free_symbols
-    per_symbol = int(length.node.expr.coeff(symbol))  # the symbol may be S / N
-    here = expected(length)
+    environment, expression = _environment(length), length.node.expr
+    # The number of tokens that a rank has may be the symbol, with another for the rest.
+    symbol = max(expression.free_symbols, key=expression.coeff)
+    step = max(ranks // int(expression.coeff(symbol)), 1)
+    values = {x: environment.backed_var_to_val[x] for x in expression.free_symbols}
     guards = [environment.replace(guard.expr) for guard in environment.guards]
-    for other in (here + ranks, here - ranks, 2 * here):
-        moved = {symbol: sympy.Integer(other // per_symbol)}
+    here = values[symbol]
+    for other in (here + step, here - step, 2 * here):
+        moved = values | {symbol: other}
         if not any(guard.xreplace(moved) == sympy.false for guard in guards):
             return False
     return True

@@ -16,7 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
-from cpcompile.geometry.lengths import expected
+from cpcompile.geometry.lengths import (
+    LengthNotSymbolic,
+    expected,
+    is_divided,
+    is_symbol,
+)
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
@@ -252,6 +257,27 @@ def concrete_layout(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     To ask a symbol for its value fixes it.
     """
     return tuple(int(n) for n in value.shape), tuple(int(n) for n in value.stride())
+
+
+def layout_outside(
+    value: DTensor,
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Return global shape and strides, or None for what follows from equal shards.
+
+    Raises: LengthNotSymbolic if a size is a symbol and shards are unequal.
+    """
+    if not any(map(is_symbol, (*value.shape, *value.stride()))):
+        return concrete_layout(value)
+    for axis, placement in enumerate(value.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None and not is_divided(
+            value.shape[dim], value.device_mesh.size(axis)
+        ):
+            raise LengthNotSymbolic(
+                f"a DTensor of shape {list(value.shape)} with placements "
+                f"{value.placements} at the edge of the graph has unequal shards"
+            )
+    return None, None
 
 
 def sort_calls(graph: fx.Graph) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
+from cpcompile.geometry.lengths import hashable
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.ops.latent_keys import LATENT_KEYS
 from cpcompile.torch_private import pytree
@@ -231,7 +232,7 @@ def _are_cut_alike(operands: list[Any], dim: int) -> bool:
     cut: Any = [getattr(p, "dim", None) for p in placements if not p.is_replicate()]
     if not cut or None in cut or dim in cut:
         return False
-    sizes = {tuple(x.shape[d] for d in cut) for x in tensors}
+    sizes = {tuple(hashable(x.shape[d]) for d in cut) for x in tensors}
     return len(sizes) == 1 and all(_placements(x) == placements for x in tensors)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx.experimental.proxy_tensor import py_sym_types
 
 from cpcompile.geometry.layout import Layout
+from cpcompile.geometry.lengths import hashable
 from cpcompile.torch_private import pytree
 
 from ..graph.context import GraphInput, InputKind
@@ -35,7 +37,7 @@ class EdgeValues(LocalValues):
     ) -> None:
         super().__init__(joint.graph, edges, calls, order)
         self.joint = joint
-        self.lengths: set[int] = set()
+        self.lengths: set[Any] = set()
         self.inputs: dict[fx.Node, Tensor] = {}
         self._results = self.graph.output_node().args
 
@@ -69,7 +71,7 @@ class EdgeValues(LocalValues):
             return
         for p in self.edges.placements_inside(known):
             if isinstance(p, Shard):
-                self.lengths.add(int(node.meta["val"].shape[p.dim]))
+                self.lengths.add(hashable(node.meta["val"].shape[p.dim]))
 
     def _enter(self, node: fx.Node) -> None:
         """Give an input its value; a gradient of a result gets it when it is read."""
@@ -146,6 +148,8 @@ class EdgeValues(LocalValues):
         if not isinstance(x, fx.Node):
             return x
         self.like, value = x, self.value(x)
+        if isinstance(value, py_sym_types):
+            return self.write(_size, (value,), ())[1]
         place, known = self.edges.place(note), self.edges.gradient(note)
         if place is not None:
             placements = self.edges.leaves(place, x, value)
@@ -180,3 +184,8 @@ class EdgeValues(LocalValues):
             assert place is not None, f"{node} has no value"
             self._enter_gradient(node, place)
         return self.values[node]
+
+
+def _size(n: Any) -> Any:
+    """Return n; traced, it becomes what computes n of the symbols."""
+    return n

@@ -24,7 +24,7 @@ from cpcompile.geometry.layout import Layout
 from cpcompile.options import GradSync
 
 from ..graph.context import PARAMETERS, Context, GraphInput, InputKind, OutputPlacement
-from ..graph.nodes import concrete_layout
+from ..graph.nodes import layout_outside
 from ..model.sharding.program_outputs import is_gathered
 
 Placements = tuple[Placement, ...]
@@ -105,7 +105,7 @@ class Edges:
         placements = tuple(
             p if isinstance(p, Shard) else Replicate() for p in value.placements
         )
-        return OutputPlacement(placements, *concrete_layout(value))
+        return OutputPlacement(placements, *layout_outside(value))
 
     def gradient(self, note: Any) -> GraphInput | None:
         """Return the input whose gradient a result is, by what is noted of it."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.errors import RewriteError
+from cpcompile.geometry.lengths import hashable, is_symbol
 from cpcompile.ops import unflattened_linear, window_convolution
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
@@ -43,13 +44,15 @@ class LocalCall:
     """A call on this rank.
 
     operands: the tensors among its arguments, in order. results: its values, DTensors
-    or not, in `tree`.
+    or not, in `tree`. symbols: nodes of the sizes that are symbols, which `module`
+    takes first.
     """
 
     module: fx.GraphModule
     operands: tuple[Tensor, ...]
     results: tuple[Any, ...]
     tree: pytree.TreeSpec
+    symbols: tuple[fx.Node, ...] = ()
 
     @property
     def sends(self) -> bool:
@@ -84,11 +87,18 @@ class LocalCalls:
     """The calls of one graph, by what they depend on.
 
     table: how local calls are decomposed, as the compiler after this wants them.
+    symbols: sizes of the graph that are symbols; all others are computed of them.
     runs, copies: how many calls were run, and how often one was met again.
     """
 
-    def __init__(self, mesh: DeviceMesh, table: Decompositions) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        table: Decompositions,
+        symbols: Mapping[fx.Node, torch.SymInt] | None = None,
+    ) -> None:
         self.mesh, self.table = mesh, {**table, **_DECOMPOSED}
+        self.symbols = symbols or {}
         self.runs = self.copies = 0
         self._known: dict[Any, LocalCall] = {}
 
@@ -112,12 +122,14 @@ class LocalCalls:
     ) -> LocalCall:
         found: list[Any] = []
 
-        def run(*local: Tensor) -> list[Any]:
-            parts = iter(local)
+        def run(*local: Any) -> list[Any]:
+            parts = iter(local[len(self.symbols) :])
             given = [
                 _with_local(x, next(parts)) if isinstance(x, Tensor) else x
                 for x in leaves
             ]
+            if any(isinstance(x, DTensor) for x in leaves):
+                given = [self._countable(x) for x in given]
             args, kwargs = pytree.tree_unflatten(given, tree)
             misread = MisreadRules()  # type: ignore[no-untyped-call]
             with implicit_replication(), misread:
@@ -131,9 +143,21 @@ class LocalCalls:
 
         operands = tuple(x for x in leaves if isinstance(x, Tensor))
         given = [_unshared(_local(x)) for x in operands]
-        module = make_fx(run, decomposition_table=self.table)(*given)
+        trace = make_fx(run, decomposition_table=self.table)
+        module = trace(*self.symbols.values(), *given)
         results, structure = found
-        return LocalCall(module, operands, tuple(results), structure)
+        symbols = tuple(self.symbols)
+        return LocalCall(module, operands, tuple(results), structure, symbols)
+
+    def _countable(self, x: Any) -> Any:
+        """Return x; a plain tensor of symbolic size as a DTensor.
+
+        DTensor asks plain tensors how many entries they have, and knows no symbols
+        there (seen in torch 2.13).
+        """
+        if not isinstance(x, Tensor) or isinstance(x, DTensor):
+            return x
+        return replicated(x, self.mesh) if any(map(is_symbol, x.shape)) else x
 
 
 def copied(
@@ -145,7 +169,7 @@ def copied(
         on whose behalf they stand, whose notes they get.
     """
     notes = {key: like.meta[key] for key in NOTES if key in like.meta}
-    remaining, new = iter(operands), dict[fx.Node, Any]()
+    remaining, new = iter((*call.symbols, *operands)), dict[fx.Node, Any]()
     for node in call.module.graph.nodes:
         if node.op == "placeholder":
             new[node] = next(remaining)
@@ -219,9 +243,13 @@ def _key(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return type(x), str(x)
     local = _local(x)
-    of_local = (local.shape, local.stride(), local.dtype, local.device)
+    of_local = (*_sizes(local), local.dtype, local.device)
     if not isinstance(x, DTensor):
-        return x.shape, *of_local
+        return of_local
     # How a strided shard is read is not in its placement; torch 2.13.
     reads = getattr(x._spec, "use_strided_shard_as_shard_order", None)
-    return x.placements, reads, x.shape, x.stride(), *of_local
+    return x.placements, reads, *_sizes(x), *of_local
+
+
+def _sizes(x: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return tuple(map(hashable, x.shape)), tuple(map(hashable, x.stride()))

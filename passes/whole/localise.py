@@ -32,9 +32,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx.experimental.proxy_tensor import py_sym_types
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
+from cpcompile.geometry.lengths import LengthNotSymbolic, hashable
 from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.latent_keys import WHOLE
@@ -81,7 +83,7 @@ def localise(graph: fx.Graph, program: WholeProgram) -> int:
     assert fake_mode is not None, "AOTAutograd's inputs are fake"
     failed: dict[str, str] | None = {}
     with fake_mode, torch.no_grad(), failing_quietly():
-        calls = LocalCalls(ctx.mesh, program.table)
+        calls = LocalCalls(ctx.mesh, program.table, _symbols(graph))
         order = TokenOrder(MeshAxis(ctx.mesh, ctx.axis))
         while failed is not None:
             attempt = Localise(joint, program.edges, calls, order, failed)
@@ -159,6 +161,10 @@ class Localise(EdgeValues):
         self.like = node
         if node.target is operator.getitem:
             self._pick(node)
+            return
+        if isinstance(node.meta.get("val"), py_sym_types):  # of the symbols
+            self.values[node] = self.local[node] = node.meta["val"]
+            self.plain.add(node)
             return
         operands = node.all_input_nodes
         for x in operands:
@@ -272,7 +278,7 @@ class Localise(EdgeValues):
                 pair = (replicated(x, self.ctx.mesh), own)
                 for placements in places:
                     dim = getattr(placements[self.ctx.axis], "dim", x.ndim)
-                    if dim < x.ndim and x.shape[dim] in self.lengths:
+                    if dim < x.ndim and hashable(x.shape[dim]) in self.lengths:
                         to = self.edges.on_axis(Shard(dim))
                         pair = self.cut(*pair, to, laid_out)
                         break
@@ -348,6 +354,8 @@ class Localise(EdgeValues):
         lengths = [n for n, x in layouts.items() if x is not Layout.CONTIGUOUS]
         if not lengths:
             return None
+        if self.ctx.length is not None:
+            raise LengthNotSymbolic("its tokens are laid out")
         calls = sum(plan.layout is not Layout.CONTIGUOUS for _, plan in plans)
         layout = layouts[lengths[0]]
         order = replace(self.order, layout=layout, lengths=lengths, calls=calls)
@@ -360,11 +368,19 @@ class Localise(EdgeValues):
         if not value.placements[self.ctx.axis].is_partial():
             return value, local
         for dim in range(1, value.ndim - 1):
-            if value.shape[dim] in self.lengths:
+            if hashable(value.shape[dim]) in self.lengths:
                 placements = list(value.placements)
                 placements[self.ctx.axis] = Shard(dim)
                 return self.cut(value, local, tuple(placements), laid_out)
         return value, local
+
+
+def _symbols(graph: fx.Graph) -> dict[fx.Node, torch.SymInt]:
+    """Return the inputs that are symbols, of which all symbolic sizes are computed."""
+    inputs = ((x, x.meta.get("val")) for x in graph.find_nodes(op="placeholder"))
+    return {
+        x: n for x, n in inputs if isinstance(n, torch.SymInt) and n.node.expr.is_Symbol
+    }
 
 
 def _namespace(node: fx.Node) -> str:

@@ -58,6 +58,22 @@ def _is_cut(x: Any, cp_axis: MeshAxis, dim: int) -> bool:
     return cut == [cp_axis.axis]
 
 
+def _bounds(size: Any, start: Any, stop: Any, step: int) -> tuple[Any, Any, int]:
+    """Return what slice.indices says, of sizes that may be symbols."""
+
+    def place(n: Any) -> Any:
+        at = n + size if n < 0 else n
+        return size if at > size else max(at, 0)
+
+    begin = place(0 if start is None else start)
+    return begin, place(size if stop is None else stop), step
+
+
+def _count(begin: Any, end: Any, step: int) -> Any:
+    """Return how many entries a slice has."""
+    return (end - begin + step - 1) // step if end > begin else 0
+
+
 def _slice(
     cp_axis: MeshAxis,
     x: Any,
@@ -67,8 +83,8 @@ def _slice(
     step: int = 1,
 ) -> Any:
     dim %= x.ndim
-    begin, end, step = slice(start, stop, step).indices(x.shape[dim])
-    count = len(range(begin, end, step))
+    begin, end, step = _bounds(x.shape[dim], start, stop, step)
+    count = _count(begin, end, step)
     if not _is_cut(x, cp_axis, dim) or count == x.shape[dim]:
         return None
     if are_few(count, cp_axis.size):
@@ -86,7 +102,7 @@ def _slice_backward(
     step: int,
 ) -> Any:
     dim %= x.ndim
-    begin, end, step = slice(start, stop, step).indices(sizes[dim])
+    begin, end, step = _bounds(sizes[dim], start, stop, step)
     if not _is_cut(x, cp_axis, dim) or step != 1 or x.shape[dim] == sizes[dim]:
         return None
     return [x], dim, "pad", (begin, sizes[dim] - end, "constant")
@@ -138,8 +154,8 @@ def _slice_scatter(
     step: int = 1,
 ) -> Any:
     dim %= x.ndim
-    begin, end, step = slice(start, stop, step).indices(x.shape[dim])
-    count = len(range(begin, end, step))
+    begin, end, step = _bounds(x.shape[dim], start, stop, step)
+    count = _count(begin, end, step)
     if not _is_cut(x, cp_axis, dim) or count == x.shape[dim] or x.dtype != source.dtype:
         return None
     return [x, source], dim, "assign", (begin, end, step)

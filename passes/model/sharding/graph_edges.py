@@ -14,7 +14,6 @@ from typing import Any
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cpcompile.geometry.lengths import LengthNotSymbolic, is_divided, is_symbol
 from cpcompile.options import GradSync
 from cpcompile.torch_private.fake_tensors import is_traceable_wrapper_subclass
 
@@ -26,8 +25,8 @@ from ...graph.context import (
 )
 from ...graph.new_call import NewCall
 from ...graph.nodes import (
-    concrete_layout,
     fake_value,
+    layout_outside,
     output_nodes,
     storage,
 )
@@ -97,7 +96,7 @@ def _entering(
     if graph_input.kind is InputKind.KEPT:
         return NewCall(
             cp_from_local,
-            (node, writer.cp_axis, graph_input.placements, *_layout(value)),
+            (node, writer.cp_axis, graph_input.placements, *layout_outside(value)),
         )
     if graph_input.kind is InputKind.FULL:
         return NewCall(cp_shard, (node, writer.cp_axis, graph_input.dim))
@@ -107,7 +106,7 @@ def _entering(
     ):
         return NewCall(
             cp_from_local,
-            (node, writer.cp_axis, graph_input.placements, *_layout(value)),
+            (node, writer.cp_axis, graph_input.placements, *layout_outside(value)),
         )
     return replicated(writer, node, graph_input)
 
@@ -223,7 +222,9 @@ def _leave_local(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.Nod
     placements = tuple(
         p if isinstance(p, Shard) else Replicate() for p in value.placements
     )
-    writer.ctx.findings.outputs.append(OutputPlacement(placements, *_layout(value)))
+    writer.ctx.findings.outputs.append(
+        OutputPlacement(placements, *layout_outside(value))
+    )
     return writer.call(cp_to_local, (result, placements), like=result)
 
 
@@ -246,27 +247,6 @@ def _leave_chunks(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.No
     placement = OutputPlacement(value.placements, *layout, mesh=mesh)
     writer.ctx.findings.outputs.append(placement)
     return writer.call(cp_tp_leave_chunks, (result,), like=result)
-
-
-def _layout(
-    value: DTensor,
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Return global shape and strides, or None for what follows from equal shards.
-
-    Raises: LengthNotSymbolic if a size is a symbol and shards are unequal.
-    """
-    if not any(map(is_symbol, (*value.shape, *value.stride()))):
-        return concrete_layout(value)
-    for axis, placement in enumerate(value.placements):
-        dim = getattr(placement, "dim", None)
-        if dim is not None and not is_divided(
-            value.shape[dim], value.device_mesh.size(axis)
-        ):
-            raise LengthNotSymbolic(
-                f"a DTensor of shape {list(value.shape)} with placements "
-                f"{value.placements} at the edge of the graph has unequal shards"
-            )
-    return None, None
 
 
 def _stays_sharded(value: DTensor) -> bool:
