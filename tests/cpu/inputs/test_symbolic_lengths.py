@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from cpcompile import config
 from cpcompile.compile import attempts
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.passes.model.attention import choose_strategy
@@ -131,6 +132,13 @@ OTHERS = [
     Case("small_gpt", (67, 66, 41, 96), [0, 1, 2, 1], ranks=3, how=FORWARD),
     Case("small_gpt", (67, 64, 33, 90, 65), how=RING | {"layout": "zigzag"}),
 ]
+# The joint graph pads nothing: uneven lengths have one program, and even ones another.
+CONTIGUOUS = RING | {"graph": "joint", "layout": "contiguous"}
+JOINT = [
+    Case("small_gpt", (67, 64, 33, 90, 65), [0, 1, 0, 1, 0], how=CONTIGUOUS),
+    Case("window", (67, 65, 33, 90, 34), [0, 0, 1, 1, 0], ranks=3, how=CONTIGUOUS),
+    Case("attention", (64, 32, 96), how=CONTIGUOUS | {"door": "dtensor"}),
+]
 # Experts of each token, and writes to parts. Some meet all tokens, others divide by
 # their number, or write in place: they are not padded.
 TAKE_PADDING = ("Switch", "Unflattened", "Twice", "UsedExperts", "WeightedCounts")
@@ -172,7 +180,9 @@ def found_of(case: Case) -> list[tuple]:
     """Number of the program, strategy and deviations of each length."""
     how = {"door": "plain", "inner": "aot_eager", "dynamic": True} | case.how
     first = (how.pop(name) for name in ("door", "inner", "dynamic"))
-    return run(case.model, *first, case.lengths, case.marked, **how)
+    graph = how.pop("graph", "model")
+    with mock.patch.object(config, "graph", graph):
+        return run(case.model, *first, case.lengths, case.marked, **how)
 
 
 def check(found: list[tuple], programs: Sequence[int] = ()) -> None:
@@ -182,7 +192,7 @@ def check(found: list[tuple], programs: Sequence[int] = ()) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*MANY, *FORCED, *BALANCED, *PADDED, *OTHERS, *EXPERTS], ids=str
+    "case", [*MANY, *FORCED, *BALANCED, *PADDED, *OTHERS, *JOINT, *EXPERTS], ids=str
 )
 @on_ranks(lambda case: case.ranks)
 def test_one_program_serves_many_lengths(case):
