@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.compile.assembly import CompiledCallable, assemble
-from cpcompile.compile.capture import check_capture
+from cpcompile.compile.capture import captured
 from cpcompile.errors import (
     DropoutError,
     InputError,
@@ -223,7 +223,7 @@ class Attempts:
         joint = setting("graph") == "joint"
         runs = run_passes(module, CAPTURED if joint else MODEL, ctx)
         if joint:
-            check_capture(ctx)
+            captured(module.graph, ctx)
         examples = self.example_inputs if examples is None else examples
         if tokens is not None:
             examples = [*examples, *tokens.write(module.graph, ctx)]

@@ -9,30 +9,60 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.errors import RewriteError
 from cpcompile.passes.graph.context import Context, InputKind
+from cpcompile.passes.whole.edges import Edges
+from cpcompile.passes.whole.other_axes import enter_other_axes, moves_are_calls
+from cpcompile.passes.whole.parameter_calls import settle_gradients
+from cpcompile.torch_private.dynamo import functorch_config
 from cpcompile.torch_private.operators import get_decompositions
 
 aten = torch.ops.aten
 
 # What the graph of the whole sequence does not have yet.
-_INPUTS = (InputKind.KEPT, InputKind.OTHER_AXES, InputKind.LOCAL_PART)
 
 
-def check_capture(ctx: Context) -> None:
-    """Raise RewriteError for what the graph of the whole sequence lacks."""
-    kinds = (x.kind for x in ctx.inputs.values())
-    lacks = [f"inputs: {kind.value}" for kind in kinds if kind in _INPUTS]
+def captured(graph: fx.Graph, ctx: Context) -> None:
+    """Prepare Dynamo's graph, as the passes left it, for the trace.
+
+    Raises: RewriteError for what the graph of the whole sequence lacks.
+    """
+    _check(ctx)
+    settle_gradients(graph, ctx)
+    enter_other_axes(graph, ctx)
+
+
+@contextmanager
+def traces_whole(edges: Edges | None) -> Iterator[None]:
+    """Have AOTAutograd trace a graph of the whole sequence; None: another graph."""
+    if edges is None:
+        yield
+        return
+    # The gradient of a shard is a shard.
+    settings = functorch_config.patch(guess_tangent_strides_as_outputs=False)
+    with settings, moves_are_calls(edges.ctx.mesh):
+        yield
+
+
+def _check(ctx: Context) -> None:
+    lacks = [
+        f"inputs: {x.kind.value}"
+        for x in ctx.inputs.values()
+        if x.kind is InputKind.KEPT or (x.kind is InputKind.OTHER_AXES and x.placements)
+    ]
     if lacks:
         raise RewriteError(
             f'cpcompile.config.graph is "joint", which lacks {lacks[0]}; needed '
-            '"model", or one mesh axis and parameters that are whole'
+            '"model", or no writes into DTensors of the caller, and tokens that are no '
+            "chunks of other mesh axes"
         )
 
 

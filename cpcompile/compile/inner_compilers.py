@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx as fx
 
 from cpcompile.accounting.read import Accounting
-from cpcompile.compile.capture import decompositions
+from cpcompile.compile.capture import decompositions, traces_whole
 from cpcompile.compile.no_computation import returns_zeros
 from cpcompile.options import Options
 from cpcompile.passes.joint.saving.save_by_budget import SavingBudget, save_by_budget
@@ -59,11 +59,10 @@ def compile_inner(
     } | dict(cache or {})
     if saving is not None and saving.offload:
         settings["enable_activation_offloading"] = True
-    if edges is not None:  # the gradient of a shard is a shard
-        settings["guess_tangent_strides_as_outputs"] = False
     accounting = accounting or Accounting()
     phase("AOTAutograd, forward and backward")
     with (
+        traces_whole(edges),
         tracing.plain_means_replicated(),
         lost_writes.LostWrites(),
         saved_values.chosen_by(choose),

@@ -26,6 +26,8 @@ from ..graph.sequence_tokens import TokenDim
 from .composition_rules import composition_rules
 from .data_indices import index_rules
 from .latent_rules import latent_step
+from .other_axes import MOVE, moved
+from .parameter_calls import parameter_rules
 from .reduced_tokens import RULES as REDUCTIONS
 from .reduced_tokens import summed
 from .sequence_moves import move_rules
@@ -41,15 +43,17 @@ class CallRules:
 
     def __init__(self, order: TokenOrder) -> None:
         self.order = order
-        self._known = {
+        self._known: dict[Any, Callable[..., Any]] = {
             **move_rules(order.cp_axis, order.layout),
             **composition_rules(),
             **shared_mixer_rules(order.cp_axis),
             **window_rules(order.cp_axis),
             **index_rules(order.cp_axis, functools.partial(_along, order=order)),
+            **parameter_rules(order.cp_axis.mesh),
             **REDUCTIONS,
+            MOVE: functools.partial(moved, chunks=None),
+            LATENT_KEYS: functools.partial(latent_step, order.cp_axis),
         }
-        self._known[LATENT_KEYS] = functools.partial(latent_step, order.cp_axis)
 
     def of(self, call: Any) -> Callable[..., Any]:
         """Return what to run for a call on DTensors: a rule of ours, or the call."""

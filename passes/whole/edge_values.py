@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
 from cpcompile.geometry.layout import Layout
@@ -18,6 +18,7 @@ from .edges import Edges, gradient_as, placed_as
 from .local_calls import LocalCalls, replicated
 from .local_values import LocalValues
 from .order_tokens import result_vertex
+from .other_axes import chunk_in_order
 from .token_order import TokenOrder, in_natural_order
 
 
@@ -128,8 +129,14 @@ class EdgeValues(LocalValues):
         result = self._result_at(place)
         placements = self.edges.leaves(place, result, self.values[result])
         whole = replicated(node.meta["val"], self.ctx.mesh)
-        self.values[node] = self._given(node, whole, placements)
-        self.local[node] = node
+        given = self._given(node, whole, placements)
+        self.values[node], self.local[node] = given, node
+        inside = self.values[result]
+        if self.is_shard(inside) and not self.is_shard(given):
+            to = [p if isinstance(p, Shard) else Replicate() for p in inside.placements]
+            self.like = node
+            pair = self.cut(given, node, tuple(to), self.order.is_laid_out(node))
+            self.values[node], self.local[node] = pair
 
     def results_with_notes(self) -> list[tuple[Any, Any]]:
         leaves = pytree.tree_leaves(self._results[0])
@@ -157,11 +164,14 @@ class EdgeValues(LocalValues):
             return self.local[x]
         laid_out = result_vertex(place, number) in self.order.laid_out
         value, local = self.ordered_as(x, laid_out)
+        if x in self.chunks:
+            args: Any = (value, self.chunks[x])
+            value, local = self.write(chunk_in_order, args, (local,))
         outside = self.edges.everywhere
         if known is not None:
             if known.has_local_part:
                 outside = self.edges.placements_inside(known)
-            args: Any = (value, known, outside)
+            args = (value, known.gradient, outside)
             pair = self.write(gradient_as, args, (local,))
         else:
             if place is not None:

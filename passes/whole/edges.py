@@ -47,7 +47,7 @@ class Edges:
     def input(self, node: fx.Node) -> tuple[GraphInput | None, bool]:
         """Return what an input is, and whether it is a parameter or an activation."""
         place = getattr(node.meta.get("desc"), "idx", None)
-        if place is None:
+        if place is None or self.inputs[place].kind is InputKind.LOCAL_PART:
             return None, False
         known = self.inputs[place]
         kinds = (*PARAMETERS, InputKind.ACTIVATION)
@@ -81,7 +81,8 @@ class Edges:
     def leaves(self, place: int, node: fx.Node, value: Any) -> Placements:
         """Decide how a result leaves; return its placements."""
         if place not in self.results:
-            self.results[place] = self._leaves(node, value)
+            is_others = self.ctx.findings.outputs[place] is not None
+            self.results[place] = None if is_others else self._leaves(node, value)
         known = self.results[place]
         return self.everywhere if known is None else known.placements
 
@@ -132,12 +133,12 @@ def share_of(x: DTensor, factor: int) -> DTensor:
     return share if factor == 1 else share * factor  # type: ignore[return-value]
 
 
-def gradient_as(x: DTensor, known: GraphInput, placements: Placements) -> DTensor:
+def gradient_as(x: DTensor, contract: GradSync, placements: Placements) -> DTensor:
     """Bring the gradient of an input to what the input gets outside.
 
     placements: those of the input.
     """
-    if known.gradient is GradSync.REDUCE:
+    if contract is GradSync.REDUCE:
         return x.redistribute(placements=placements)
-    average = known.gradient is GradSync.AVERAGE
+    average = contract is GradSync.AVERAGE
     return share_of(x, x.device_mesh.size() if average else 1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import hashable, is_symbol
 from cpcompile.ops import unflattened_linear, window_convolution
+from cpcompile.ops.dtensor.dtensor_rules import ranks_of
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
 
@@ -65,18 +67,15 @@ class LocalCall:
 
         An operator of ours may do so, or may count on their order.
         """
-        mesh = cp_axis.mesh
-        others = {
-            mesh.get_group(axis).group_name
-            for axis in range(mesh.ndim)
-            if axis != cp_axis.axis
-        }
+        together = {*dist.get_process_group_ranks(cp_axis.mesh.get_group(cp_axis.axis))}
         for node in self.module.graph.nodes:
             namespace = getattr(node.target, "namespace", "")
-            texts = {x for x in node.args if isinstance(x, str)}
             if but_for_sums and node.target is _SUM:
                 continue
-            if namespace in _MESSAGES and texts and not texts & others:
+            groups = (ranks_of(x) or () for x in node.args if isinstance(x, str))
+            if namespace in _MESSAGES and any(
+                len(together.intersection(ranks)) > 1 for ranks in groups
+            ):
                 return True
             if namespace == "cp":
                 return True

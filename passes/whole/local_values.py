@@ -14,6 +14,7 @@ from cpcompile.torch_private import pytree
 
 from .edges import Edges, placed_as
 from .local_calls import LocalCall, LocalCalls, copied
+from .other_axes import Chunks
 from .token_order import TokenOrder, in_natural_order, in_order, relaid
 
 Pair = tuple[Any, Any]
@@ -54,6 +55,7 @@ class LocalValues:
         self.plain: set[fx.Node] = set()
         self.parts: dict[bool, dict[fx.Node, Pair]] = {False: {}, True: {}}
         self.made: dict[fx.Node, Made] = {}
+        self.chunks: dict[fx.Node, Chunks] = {}  # Note [Token chunks]
         self._relaid: dict[fx.Node, Pair] = {}
 
     def write(

@@ -23,8 +23,10 @@ gather.
 
 from __future__ import annotations
 
+import functools
 import json
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,10 +55,11 @@ from .attention_nodes import cut_places, is_attention, needs_order, with_layout
 from .call_rules import CallRules
 from .cut_constants import constants
 from .edge_values import EdgeValues
-from .edges import Edges
+from .edges import Edges, placed_as
 from .local_calls import Decompositions, LocalCall, LocalCalls, copied, replicated
 from .local_values import Made, Pair, value_of
 from .order_tokens import order_tokens, relayouts
+from .other_axes import MOVE, Chunks, TokenWise, chunk_in_order, chunks_after, moved
 from .token_order import TokenOrder, in_order
 
 _OURS = ("cp", WHOLE)  # operators that read what they need of a value that is whole
@@ -96,7 +99,8 @@ def localise(graph: fx.Graph, program: WholeProgram) -> int:
                 attempt.undo()
         count = attempt.finish()
     results = program.edges.results
-    ctx.findings.outputs[:] = map(results.get, range(program.edges.count))
+    outputs = ctx.findings.outputs
+    outputs[:] = [results.get(place) or x for place, x in enumerate(outputs)]
     return count
 
 
@@ -126,6 +130,7 @@ class Localise(EdgeValues):
         self.failed = dict(failed)
         self.rules = {True: CallRules(order)}
         self.rules[False] = CallRules(replace(order, layout=Layout.CONTIGUOUS))
+        self.token_wise = TokenWise()
         self.old = [x for x in self.graph.nodes if x.op == "call_function"]
 
     def run(self) -> None:
@@ -170,12 +175,17 @@ class Localise(EdgeValues):
         for x in operands:
             self.value(x)
         if all(x in self.plain for x in operands):
-            self.plain.add(node)
             call, locals_ = self._local_call(node)
             self.values[node] = value_of(call)
             self.local[node] = copied(call, locals_, self.graph, node)
-            for laid_out in self.sides:
-                self._part_of(node, laid_out)
+            if not isinstance(self.values[node], DTensor):  # a parameter begins
+                self.plain.add(node)
+                for laid_out in self.sides:
+                    self._part_of(node, laid_out)
+        elif node.target is MOVE:
+            self._move(node)
+        elif any(x in self.chunks for x in operands) and self._of_chunks(node):
+            pass
         elif node.name in self.failed:
             self.values[node], self.local[node] = self._of_whole(node)
         else:
@@ -188,6 +198,7 @@ class Localise(EdgeValues):
         self.local[node] = self.local[source][index]
         if source in self.plain:
             self.plain.add(node)
+        self._note_chunks(node, self.chunks.get(source))
         for laid_out in self.sides:
             if source in self.parts[laid_out]:
                 value, local = self.parts[laid_out][source]
@@ -203,7 +214,7 @@ class Localise(EdgeValues):
                 to = self.edges.on_axis(Shard(target))
                 parts[node] = self.cut(whole, self.local[node], to, False)
             return
-        if all(x not in parts for x in node.all_input_nodes):
+        if node.target is MOVE or all(x not in parts for x in node.all_input_nodes):
             return
         try:
             call, operands = self._local_call(node, laid_out)
@@ -222,6 +233,60 @@ class Localise(EdgeValues):
                 parts[node] = self.cut(whole, local, placements, laid_out)
             return
         parts[node] = value, copied(call, operands, self.graph, node)
+
+    def _move(self, node: fx.Node) -> None:
+        """Write a move on other axes, of this rank's tokens if they may stay."""
+        source: Any = node.args[0]
+        text, ranks = str(node.args[1]), self.ctx.mesh.size()
+        value, chunks = self.values[source], self.chunks.get(source)
+        after = None
+        if isinstance(value, DTensor):
+            is_local, after = chunks_after(value, text, ranks, chunks)
+            if chunks is not None and not is_local:
+                self._order(source)
+                chunks = None
+        rule = None if chunks is None else functools.partial(moved, chunks=chunks)
+        call, operands = self._local_call(node, self.order.is_laid_out(node), rule)
+        self._have(node, call, operands, after)
+
+    def _of_chunks(self, node: fx.Node) -> bool:
+        """Write a call on token chunks, unless it needs them in order."""
+        operands = [x for x in node.all_input_nodes if x in self.chunks]
+        cut = [x for x in node.all_input_nodes if self.is_shard(self.values[x])]
+        chunks = {self.chunks.get(x) for x in cut}
+        try:
+            rule = self.token_wise.of(self.rules[False].of(node.target))
+            call, tensors = self._local_call(node, None, rule)
+            problem = _shape_problem(value_of(call), node.meta["val"])
+        except Exception as error:  # whatever DTensor's rules raise
+            check_refusal(error, f"{node.target} on token chunks")
+            problem = _first_line(error)
+        if problem is not None or len(chunks) > 1:
+            for x in operands:
+                self._order(x)
+            return False
+        self._have(node, call, tensors, self.chunks[operands[0]])
+        return True
+
+    def _have(
+        self, node: fx.Node, call: LocalCall, operands: Any, chunks: Chunks | None
+    ) -> None:
+        self.values[node], self.made[node] = value_of(call), Made(call)
+        self.local[node] = copied(call, operands, self.graph, node)
+        self._note_chunks(node, chunks)
+
+    def _order(self, node: fx.Node) -> None:
+        """Bring token chunks in order, and to the ranks that had them."""
+        value, local = self.values[node], self.local[node]
+        args = (value, self.chunks.pop(node))
+        whole, local = self.write(chunk_in_order, args, (local,))
+        to = (whole, value.placements)
+        self.values[node], self.local[node] = self.write(placed_as, to, (local,))
+
+    def _note_chunks(self, node: fx.Node, chunks: Chunks | None) -> None:
+        values = pytree.tree_leaves(self.values[node])
+        if chunks is not None and any(map(self.is_shard, values)):
+            self.chunks[node] = chunks
 
     def _of_shards(self, node: fx.Node) -> Pair:
         """Write a call on shards, or else on whole tensors."""
@@ -288,7 +353,10 @@ class Localise(EdgeValues):
         )
 
     def _local_call(
-        self, node: fx.Node, laid_out: bool | None = None
+        self,
+        node: fx.Node,
+        laid_out: bool | None = None,
+        rule: Callable[..., Any] | None = None,
     ) -> tuple[LocalCall, list[Any]]:
         """Return what a call is on this rank, and its operands.
 
@@ -312,7 +380,7 @@ class Localise(EdgeValues):
         for place in cut_places(node) if laid_out and is_attention(node) else ():
             if self.order.reads_laid_out(node, place):
                 pairs[place] = self._attended(pairs[place])
-        rule = self.rules[bool(laid_out)].of(node.target)
+        rule = rule or self.rules[bool(laid_out)].of(node.target)
 
         def call() -> LocalCall:
             values = [value for value, _ in pairs]

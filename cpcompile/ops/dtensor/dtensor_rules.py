@@ -53,7 +53,7 @@ def axis_of_group(mesh: DeviceMesh, group: str, call: str = "cp attention") -> i
     for axis, axis_group in enumerate(groups):
         if axis_group.group_name == group:
             return axis
-    ranks = _ranks_of(group)
+    ranks = ranks_of(group)
     for axis, axis_group in enumerate(groups):
         if ranks == dist.get_process_group_ranks(axis_group):
             return axis
@@ -63,7 +63,7 @@ def axis_of_group(mesh: DeviceMesh, group: str, call: str = "cp attention") -> i
     )
 
 
-def _ranks_of(group: str) -> list[int] | None:
+def ranks_of(group: str) -> list[int] | None:
     """Return the global ranks of a group; None if there is none of that name."""
     try:
         return dist.get_process_group_ranks(group_by_name(group))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,13 +20,11 @@ def ranks_on_other_axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> in
 
     placements: of the result.
     """
-    group = sequence_group()
-    axis = 0 if group is None else axis_of_group(mesh, group)
-    ranks = 1
-    for number, placement in enumerate(placements):
-        if number != axis and not placement.is_replicate():
-            ranks *= mesh.size(number)
-    return ranks
+    group, axis = sequence_group(), -1
+    with suppress(ValueError):  # of a mesh of tensor parallelism alone
+        axis = 0 if group is None else axis_of_group(mesh, group)
+    cut = (n for n, p in enumerate(placements) if n != axis and not p.is_replicate())
+    return math.prod(map(mesh.size, cut))
 
 
 def sharing_rows(
