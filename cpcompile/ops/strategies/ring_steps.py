@@ -15,7 +15,6 @@ complete gradient home. (Going the other way mixes gradients of different chunks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,13 +74,12 @@ def ring_backward(
     out: Tensor,
     lse: Tensor,
     ring: Ring,
-    *how: Any,
+    bias_grad: bool = False,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the steps of cp::ring_attention_backward, whose results these are.
-
-    how: bias_grad and grad_lse, as for step_gradients.
-    """
-    dq, totals, dbias = step_gradients(grad, q, k, v, out, lse, ring, *how)
+    """Run the steps of cp::ring_attention_backward, whose results these are."""
+    saved = (grad, q, k, v, out, lse)
+    dq, totals, dbias = step_gradients(*saved, ring, bias_grad, grad_lse)
     dk, dv = (
         total.narrow(2, 0, x.shape[2]).to(x.dtype, copy=True).contiguous()
         for total, x in zip(totals, (k, v), strict=True)
