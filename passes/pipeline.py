@@ -64,6 +64,7 @@ from .whole.keep_calls import keep_calls
 from .whole.keep_convolutions import keep_convolutions
 from .whole.keep_products import keep_products
 from .whole.localise import WholeProgram, localise
+from .whole.row_programs import keep_programs
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
     find_windows,
     fold_kv_repeat,
     rewrite_masks,
+    fold_moe_dispatch,
     find_latents,
     choose_strategy,
     insert_attention,
@@ -112,6 +114,7 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
     pad_convolutions,
     fold_scans,
     exchange_mixers,
+    keep_programs,
     keep_calls,  # last: it writes what the others mark
 )
 

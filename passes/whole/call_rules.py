@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import hashable
+from cpcompile.ops.by_rows import BOTH
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.ops.latent_keys import LATENT_KEYS
 from cpcompile.torch_private import pytree
@@ -22,17 +23,19 @@ from cpcompile.torch_private.fake_tensors import disable_current_modes
 from cpcompile.torch_private.operators import OpOverload
 
 from ..flow.trial import DRAWS_NUMBERS
-from ..graph.sequence_tokens import TokenDim
 from .composition_rules import composition_rules
+from .cut_alike import cut_alike, local_of, placements_of
 from .data_indices import index_rules
+from .flattened_rows import by_rows_of_batch
 from .latent_rules import latent_step
 from .other_axes import MOVE, moved
 from .parameter_calls import parameter_rules
 from .reduced_tokens import RULES as REDUCTIONS
 from .reduced_tokens import summed
+from .row_programs import row_rules
 from .sequence_moves import move_rules
 from .shared_mixer_rules import shared_mixer_rules
-from .token_order import TokenOrder, in_order
+from .token_order import TokenOrder
 from .window_rules import window_rules
 
 aten = torch.ops.aten
@@ -50,6 +53,7 @@ class CallRules:
             **window_rules(order.cp_axis),
             **index_rules(order.cp_axis, functools.partial(_along, order=order)),
             **parameter_rules(order.cp_axis.mesh),
+            **row_rules(order),
             **REDUCTIONS,
             MOVE: functools.partial(moved, chunks=None),
             LATENT_KEYS: functools.partial(latent_step, order.cp_axis),
@@ -59,12 +63,14 @@ class CallRules:
         """Return what to run for a call on DTensors: a rule of ours, or the call."""
         if call not in self._known:
             self._known[call] = _rule_of(call, self.order)
-        return self._known[call]
+        rule: Callable[..., Any] = self._known[call]
+        return rule
 
 
 def cuts_in_order(call: Any) -> bool:
     """Tell whether a rule of ours cuts what is whole, in the order of the tokens."""
-    return call in (*_ROWS, aten.native_dropout.default) or _is_element_wise(call)
+    ours = (*_ROWS, *BOTH, aten.native_dropout.default)
+    return call in ours or _is_element_wise(call)
 
 
 def adds_up(call: Any) -> bool:
@@ -87,7 +93,7 @@ def _rule_of(call: Any, order: TokenOrder) -> Callable[..., Any]:
         return _of_whole_alone(call)
     if _is_element_wise(call):
         return _element_wise(call, order)
-    return call  # type: ignore[no-any-return]
+    return by_rows_of_batch(call) if isinstance(call, OpOverload) else call
 
 
 def _is_element_wise(call: Any) -> bool:
@@ -104,15 +110,15 @@ def _element_wise(call: OpOverload, order: TokenOrder) -> Callable[..., Any]:
     always = order.layout is not Layout.CONTIGUOUS
 
     def elements(*args: Any, **options: Any) -> Any:
-        cut = [x for x in args if any(hasattr(p, "dim") for p in _placements(x))]
+        cut = [x for x in args if any(hasattr(p, "dim") for p in placements_of(x))]
         size = max((x.numel() for x in cut), default=0)
         args = tuple(
             summed(x) if isinstance(x, DTensor) and x.numel() < size else x
             for x in args
         )
-        rows = any(isinstance(p, StridedShard) for x in args for p in _placements(x))
+        rows = any(isinstance(p, StridedShard) for x in args for p in placements_of(x))
         if rows or (always and cut):
-            return call(*_cut_alike(list(map(summed, args)), order), **options)
+            return call(*cut_alike(list(map(summed, args)), order), **options)
         return call(*args, **options)
 
     return elements
@@ -135,7 +141,7 @@ def _of_whole_alone(call: OpOverload) -> Callable[..., Any]:
 
     def drawn(*args: Any, **options: Any) -> Any:
         operands = pytree.tree_leaves((args, options))
-        if any(not p.is_replicate() for x in operands for p in _placements(x)):
+        if any(not p.is_replicate() for x in operands for p in placements_of(x)):
             raise RewriteError(DRAWS_NUMBERS)
         return call(*args, **options)
 
@@ -148,7 +154,7 @@ def _dropout(order: TokenOrder, x: Any, p: float, train: bool | None) -> Any:
         return aten.native_dropout.default(x, p, train)
     whole = torch.ones(x.shape, dtype=x.dtype, device=x.device)
     factors, mask = aten.native_dropout.default(whole, p, train)
-    _, factors, mask = _cut_alike([x, factors, mask], order)
+    _, factors, mask = cut_alike([x, factors, mask], order)
     return x * factors, mask
 
 
@@ -181,10 +187,10 @@ def _along(call: OpOverload, order: TokenOrder) -> Callable[..., Any]:
     """Run a look-up or a write along one dimension, row by row."""
 
     def rows(whole: Any, dim: int, *rest: Any, **options: Any) -> Any:
-        x, *others = _cut_alike([whole, *rest], order)
+        x, *others = cut_alike([whole, *rest], order)
         if not _are_cut_alike([x, *others], dim % x.ndim):
             return call(whole, dim, *rest, **options)
-        local = call(_local(x), dim, *map(_local, others), **options)
+        local = call(local_of(x), dim, *map(local_of, others), **options)
         looks_up = call is aten.gather.default
         shape = others[0].shape if looks_up else x.shape
         strides = contiguous_strides(shape) if looks_up else x.stride()
@@ -196,56 +202,15 @@ def _along(call: OpOverload, order: TokenOrder) -> Callable[..., Any]:
     return rows
 
 
-def _cut_alike(operands: list[Any], order: TokenOrder) -> list[Any]:
-    """Cut operands that are whole as the first one that is cut."""
-    cut = (x for x in operands if any(hasattr(p, "dim") for p in _placements(x)))
-    like = next(cut, None)
-    return operands if like is None else [_cut_as(x, like, order) for x in operands]
-
-
-def _cut_as(x: Any, like: DTensor, order: TokenOrder) -> Any:
-    if not isinstance(x, Tensor) or not 0 < x.ndim <= like.ndim:
-        return x
-    if any(not p.is_replicate() for p in _placements(x)):
-        return x
-    mesh = like.device_mesh
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    for axis, placement in enumerate(like.placements):
-        dim = getattr(placement, "dim", None)
-        own = -1 if dim is None else dim - (like.ndim - x.ndim)
-        if dim is None or own < 0 or x.shape[own] != like.shape[dim]:
-            continue
-        tokens = order.tokens_of(like) if axis == order.cp_axis.axis else None
-        if tokens is not None and order.layout is not Layout.CONTIGUOUS:
-            length, where = tokens
-            x = in_order(x, TokenDim(own, where.outer), order.of_length(length))
-        pieces = getattr(placement, "split_factor", 1)
-        apart = x.unflatten(own, (pieces, -1)) if pieces > 1 else x
-        placements = list(apart.placements)
-        placements[axis] = Shard(own + (pieces > 1))
-        x = apart.redistribute(placements=placements)
-        x = x.flatten(own, own + 1) if pieces > 1 else x
-    return x
-
-
 def _are_cut_alike(operands: list[Any], dim: int) -> bool:
     """Tell whether all tensors are cut in the same way, and not along `dim`."""
     tensors = [x for x in operands if isinstance(x, Tensor)]
-    placements = _placements(tensors[0])
+    placements = placements_of(tensors[0])
     cut: Any = [getattr(p, "dim", None) for p in placements if not p.is_replicate()]
     if not cut or None in cut or dim in cut:
         return False
     sizes = {tuple(hashable(x.shape[d]) for d in cut) for x in tensors}
-    return len(sizes) == 1 and all(_placements(x) == placements for x in tensors)
-
-
-def _placements(x: Any) -> tuple[Placement, ...]:
-    return x.placements if isinstance(x, DTensor) else ()
-
-
-def _local(x: Any) -> Any:
-    return x._local_tensor if isinstance(x, DTensor) else x
+    return len(sizes) == 1 and all(placements_of(x) == placements for x in tensors)
 
 
 # They draw as many numbers as their operand has entries, and do not read it.

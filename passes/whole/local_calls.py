@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import hashable, is_symbol
-from cpcompile.ops import unflattened_linear, window_convolution
+from cpcompile.ops import by_rows, unflattened_linear, window_convolution
 from cpcompile.ops.dtensor.dtensor_rules import ranks_of
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
@@ -35,7 +35,9 @@ from ..graph.local_notes import NOTES
 _DECOMPOSED: dict[Any, Callable[..., Any]] = {
     **unflattened_linear.DECOMPOSED,
     **window_convolution.DECOMPOSED,
+    **by_rows.DECOMPOSED,
 }
+_DETACH = torch.ops.aten.detach.default
 _SUM = torch.ops._c10d_functional.all_reduce.default
 _MESSAGES = ("_c10d_functional", "_dtensor")
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -144,6 +146,9 @@ class LocalCalls:
         given = [_unshared(_local(x)) for x in operands]
         trace = make_fx(run, decomposition_table=self.table)
         module = trace(*self.symbols.values(), *given)
+        for node in module.graph.find_nodes(op="call_function", target=_DETACH):
+            node.replace_all_uses_with(node.args[0])  # so that equal calls are one
+            module.graph.erase_node(node)
         results, structure = found
         symbols = tuple(self.symbols)
         return LocalCall(module, operands, tuple(results), structure, symbols)

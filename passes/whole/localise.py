@@ -297,7 +297,7 @@ class Localise(EdgeValues):
         try:
             call, operands = self._local_call(node, laid_out)
             value = value_of(call)
-            problem = _shape_problem(value, node.meta["val"])
+            problem = _shape_problem(value, node.meta.get("val"))
         except Exception as error:  # whatever DTensor's rules raise
             check_refusal(error, f"{node.target} on shards")
             problem = f"DTensor cannot shard it here ({_first_line(error)})"

@@ -7,14 +7,17 @@ from tests.cpu.against_one_process import compare, compare_calls
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.programs import WIDTH
 from tests.cpu.routed_models import ROUTED, EveryExpert
+from tests.support.settings import split
 
 # What has to see all tokens runs on gathered ones, with a warning.
 GATHERED = {"TokensMeet", "Capacity"}
 SIZES = [(16, 2, 2), (17, 2, 3), (9, 1, 2), (3, 3, 4)]
 ZIGZAG = {"strategy": "ring", "layout": "zigzag"}
+JOINT = {"graph": "joint"}
 CASES = [
     *((name, *sizes, "plain", {}) for name in ROUTED for sizes in SIZES),
     *((name, 16, 2, 2, "dtensor", {}) for name in ROUTED),
+    *((name, 17, 2, 3, "plain", JOINT) for name in ("Routed", "IndexAdd")),
     *(
         (name, 16, 2, 2, "plain", ZIGZAG)
         for name in ("Routed", "IndexAdd", "Checkpointed", "Capacity")
@@ -28,8 +31,9 @@ def test_tokens_are_routed_as_in_one_process(name, seq, batch, world, door, opti
     torch.manual_seed(0)
     model, tokens = ROUTED[name]().double(), torch.randint(0, 50, (batch, seq))
     named = {"shard": {"tokens": 1}} if door == "plain" else {}
-    options = {"fullgraph": True} | named | options
-    found = compare_calls(model, [(tokens,)], world, door, **options)
+    options, settings = split({"fullgraph": True} | named | options)
+    with settings:
+        found = compare_calls(model, [(tokens,)], world, door, **options)
     found.check()
     assert len(found.rewritten) == 1
     assert name in GATHERED or not found.warnings

@@ -1,0 +1,159 @@
+"""cp::by_rows: a program that does the same with every row of some tensors, kept whole.
+
+AOTAutograd would write its number of rows into the graph, and rows that are sorted
+belong to no token. As one operator, with one for its gradients, the program stays what
+it is for any number of rows: a rank runs it on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cpcompile.torch_private import pytree
+
+
+class Rows(Protocol):
+    """What an operator runs."""
+
+    @property
+    def arguments(self) -> tuple[bool, ...]:
+        """Tell which tensors have a row per token."""
+
+    @property
+    def results(self) -> tuple[bool, ...]:
+        """Tell which results have one; the others are sums over tokens."""
+
+    def run(self, rows: int, *tensors: Tensor) -> Any:
+        """Return tensors, for so many rows."""
+
+
+_PROGRAMS: dict[str, Rows] = {}
+
+
+def known_as(program: Rows, text: str) -> str:
+    """Note a program under the text that says all of it; return its name."""
+    _PROGRAMS[text] = program
+    return text
+
+
+def program_of(name: str) -> Rows:
+    """Return the program that operators call by a name."""
+    return _PROGRAMS[name]
+
+
+def results_of(
+    program: Rows, tensors: Sequence[Tensor], traced: bool = False
+) -> list[Tensor]:
+    """Run a program on the rows that its arguments have.
+
+    traced: as calls that write to nothing, for a graph of them.
+    """
+    named = zip(tensors, program.arguments, strict=True)
+    rows = next(x.shape[0] for x, has_rows in named if has_rows)
+    run: Callable[..., Any] = partial(program.run, rows)
+    run = torch.func.functionalize(run) if traced else run
+    results: list[Tensor] = pytree.tree_leaves(run(*tensors))
+    return results
+
+
+def gradients_of(
+    program: Rows,
+    grads: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    graded: Sequence[int],
+    needed: Sequence[int],
+    traced: bool = False,
+) -> list[Tensor]:
+    """Return the gradients of the tensors `needed`; `grads` are of results `graded`."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_(i in needed) for i, x in enumerate(tensors)]
+        results = results_of(program, leaves, traced)
+        pairs = [(results[i], g) for i, g in zip(graded, grads, strict=True)]
+        pairs = [(x, g) for x, g in pairs if x.requires_grad]
+        inputs = [leaves[i] for i in needed]
+        outputs, of_outputs = zip(*pairs, strict=True) if pairs else ((), ())
+        found = [None] * len(inputs)
+        if pairs:
+            found = torch.autograd.grad(outputs, inputs, of_outputs, allow_unused=True)  # type: ignore[assignment]
+    pairs_ = zip(inputs, found, strict=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in pairs_]
+
+
+@torch.library.custom_op("cp::by_rows", mutates_args=())
+def by_rows(tensors: list[Tensor], program: str) -> list[Tensor]:
+    """Run a program on rows; results that have rows have those of the arguments."""
+    return [_own(x, tensors) for x in results_of(program_of(program), tensors)]
+
+
+@torch.library.custom_op("cp::by_rows_backward", mutates_args=())
+def by_rows_backward(
+    grads: list[Tensor],
+    tensors: list[Tensor],
+    graded: list[int],
+    needed: list[int],
+    program: str,
+) -> list[Tensor]:
+    """Return gradients of a program, as `gradients_of` does."""
+    how = grads, tensors, graded, needed
+    return [_own(x, grads) for x in gradients_of(program_of(program), *how)]
+
+
+@by_rows.register_fake
+def _(tensors: list[Tensor], program: str) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in results_of(program_of(program), tensors)]
+
+
+@by_rows_backward.register_fake
+def _(
+    grads: list[Tensor],
+    tensors: list[Tensor],
+    graded: list[int],
+    needed: list[int],
+    program: str,
+) -> list[Tensor]:
+    return [tensors[i].new_empty(tensors[i].shape) for i in needed]
+
+
+def _own(x: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return x in memory of its own, contiguous: an operator gives new tensors."""
+    memory = {y.untyped_storage().data_ptr() for y in others}
+    x = x.contiguous()
+    return x.clone() if x.untyped_storage().data_ptr() in memory else x
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensors, ctx.program = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.needed = [i for i, x in enumerate(tensors) if x.requires_grad]
+
+
+def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None]:
+    tensors = list(ctx.saved_tensors)
+    result: list[Tensor | None] = [None] * len(tensors)
+    graded = [i for i, g in enumerate(grads) if g is not None]
+    of_results = [g for g in grads if g is not None]
+    if of_results and ctx.needed:
+        computed = by_rows_backward(
+            of_results, tensors, graded, ctx.needed, ctx.program
+        )
+        for i, grad in zip(ctx.needed, computed, strict=True):
+            result[i] = grad
+    return result, None
+
+
+by_rows.register_autograd(_gradient, setup_context=_remember)
+
+BY_ROWS = torch.ops.cp.by_rows.default
+BY_ROWS_BACKWARD = torch.ops.cp.by_rows_backward.default
+BOTH = (BY_ROWS, BY_ROWS_BACKWARD)
+DECOMPOSED: dict[Any, Any] = {
+    BY_ROWS: lambda tensors, name: results_of(program_of(name), tensors, True),
+    BY_ROWS_BACKWARD: lambda grads, tensors, graded, needed, name: gradients_of(
+        program_of(name), grads, tensors, graded, needed, True
+    ),
+}
