@@ -58,16 +58,30 @@ def is_divided(n: Size, ranks: int) -> bool:
 
 
 def few_more(n: Size, ranks: int) -> Size:
-    """Return the terms of n that `ranks` do not divide: -1 of 4 c - 1."""
-    if not is_symbol(n):
+    """Return what n has beyond a multiple of `ranks`: -1 of 4 c - 1; 0 of a number.
+
+    That is no symbol, or one in a range of `ranks`, as of the tokens that are missing.
+    """
+    if not isinstance(n, torch.SymInt) or n.node.expr.is_number:
         return 0
-    assert isinstance(n, torch.SymInt)
-    few: Size = 0
-    for term in sympy.Add.make_args(n.node.expr):
-        part = _environment(n).create_symintnode(term, hint=_value(n, term))
-        if not is_divided(part, ranks):
-            few = few + part
-    return few
+    # Not by calculating with sizes, which a trace would take for a part of the program.
+    environment, expression = _environment(n), n.node.expr
+    few = sympy.Add(
+        *(x for x in sympy.Add.make_args(expression) if not _divides(n, x, ranks))
+    )
+    bounds = environment.bound_sympy(few)
+    if few.is_number or bounds.upper - bounds.lower > ranks:
+        return int(expression.as_coeff_Add()[0])
+    hint = int(few.xreplace(environment.backed_var_to_val))
+    size: Size = environment.create_symintnode(few, hint=hint)
+    return size
+
+
+def _divides(n: torch.SymInt, term: sympy.Expr, ranks: int) -> bool:
+    factor, rest = term.as_coeff_Mul()
+    if factor % ranks == 0 or rest == 1:
+        return bool(factor % ranks == 0)
+    return bool(_environment(n).simplify(Mod(abs(factor) * rest, ranks)) == 0)
 
 
 def is_cut_for_all(n: Size, ranks: int) -> bool:
@@ -75,12 +89,7 @@ def is_cut_for_all(n: Size, ranks: int) -> bool:
 
     Then the parts of all ranks are known for every length (Chunks.size).
     """
-    few = few_more(n, ranks)
-    if not is_symbol(few):
-        return is_divided(n - few, ranks)
-    assert isinstance(few, torch.SymInt)
-    bounds = _environment(few).bound_sympy(few.node.expr)
-    return bool(bounds.upper - bounds.lower <= ranks)
+    return is_divided(n - few_more(n, ranks), ranks)
 
 
 def rounded_up(n: Size, ranks: int) -> int:
@@ -90,12 +99,6 @@ def rounded_up(n: Size, ranks: int) -> int:
         require(n > (whole - 1) * ranks)
         require(n <= whole * ranks)
     return whole
-
-
-def _value(n: torch.SymInt, expression: sympy.Expr) -> int:
-    """Return what an expression of symbols of n is in this call."""
-    values = _environment(n).backed_var_to_val
-    return int(expression.xreplace(values))
 
 
 def in_chunks(length: int, chunk: int, ranks: int) -> int:

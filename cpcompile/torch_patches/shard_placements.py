@@ -27,7 +27,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cpcompile.geometry.layout import Chunks
-from cpcompile.geometry.lengths import is_cut_for_all, is_divided, is_symbol
+from cpcompile.geometry.lengths import (
+    few_more,
+    is_cut_for_all,
+    is_divided,
+    is_symbol,
+)
 
 
 @functools.cache
@@ -39,7 +44,8 @@ def install() -> None:
 
     @functools.wraps(original_shard)
     def size_and_offset(size: Any, ranks: int, rank: Any) -> Any:
-        if is_symbol(size) and is_cut_for_all(size, ranks):
+        few = few_more(size, ranks)
+        if (is_symbol(few) or few) and is_cut_for_all(size, ranks):
             chunks = Chunks(size, ranks)
             return chunks.count(rank), chunks.start(rank)
         return original_shard(size, ranks, rank)
