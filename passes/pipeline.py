@@ -59,12 +59,6 @@ from .model.normalize.unflatten_losses import unflatten_losses
 from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
 from .model.sharding.shard_graph import shard_graph
-from .whole.ask_policies import ask_policies
-from .whole.keep_calls import keep_calls
-from .whole.keep_convolutions import keep_convolutions
-from .whole.keep_products import keep_products
-from .whole.localise import WholeProgram, localise
-from .whole.row_programs import keep_programs
 
 log = logging.getLogger(__name__)
 
@@ -97,31 +91,6 @@ MODEL: tuple[GraphPass[Context], ...] = (
     exchange_mixers,  # before shard_graph: it says how mixers are split
     shard_graph,  # gives every node of the graph its placement
     lay_out_tokens,  # last: what it proves holds for the final graph
-)
-
-# What reads Dynamo's graph before AOTAutograd traces it, of the whole sequence.
-CAPTURED: tuple[GraphPass[Context], ...] = (
-    *MODEL[: MODEL.index(cut_before_products)],  # in their form masks are read
-    find_attention,
-    find_windows,
-    fold_kv_repeat,
-    rewrite_masks,
-    fold_moe_dispatch,
-    find_latents,
-    choose_strategy,
-    insert_attention,
-    ask_policies,
-    pad_convolutions,
-    fold_scans,
-    exchange_mixers,
-    keep_programs,
-    keep_calls,  # last: it writes what the others mark
-)
-
-WHOLE: tuple[GraphPass[WholeProgram], ...] = (
-    keep_convolutions,  # before localise: pads and cuts would each be a message
-    keep_products,  # before localise: shards are not flattened
-    localise,
 )
 
 JOINT: tuple[GraphPass[Tiling], ...] = (

@@ -105,7 +105,8 @@ def passes() -> str:
         "[Graphs and passes](../ideas/graphs_and_passes.md) explains how they work",
         "together. Listings are graphs before -> after.",
     ]
-    text = (PASSES / "pipeline.py").read_text(encoding="utf-8")
+    orders = [PASSES / "pipeline.py", PASSES / "whole_sequence.py"]
+    text = "".join(x.read_text(encoding="utf-8") for x in orders)
     for name, title in _TUPLES.items():
         lines += ["", f"## {title}"]
         for run, reason in _tuple(text, name):

@@ -35,7 +35,8 @@ CONCERNS = {
         cpcompile/frontend/tokens_per_rank.py cpcompile/ops/latent_keys.py
         cpcompile/ops/unflattened_linear.py cpcompile/ops/window_convolution.py
         cpcompile/ops/dtensor/whole_composite.py cpcompile/ops/shared_mixers.py
-        cpcompile/ops/by_rows.py
+        cpcompile/ops/by_rows.py passes/whole_sequence.py
+        cpcompile/torch_patches/parts_of_ranks.py cpcompile/geometry/divided_lengths.py
         cpcompile/ops/dtensor/unflattened_rules.py""",
     "attention: calls, spec, strategies, geometry": """
         cpcompile/geometry cpcompile/ops/__init__.py cpcompile/ops/attention_spec.py

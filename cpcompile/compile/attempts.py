@@ -40,7 +40,8 @@ from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.masks.constant_buffers import without_changing
 from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from cpcompile.passes.model.sharding.program_outputs import gather_limit
-from cpcompile.passes.pipeline import CAPTURED, MODEL, run_passes
+from cpcompile.passes.pipeline import MODEL, run_passes
+from cpcompile.passes.whole_sequence import CAPTURED
 from cpcompile.ranks.agreement import (
     Attempt,
     all_gather_text,

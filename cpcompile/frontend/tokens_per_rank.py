@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, TrackedFake
 
 from cpcompile.frontend.symbolic_sizes import mark_fixed
+from cpcompile.geometry.divided_lengths import lower_limit
 from cpcompile.geometry.lengths import (
     LengthNotSymbolic,
     expected,
     is_same,
     is_symbol,
-    lower_limit,
     require,
     upper_limit,
 )

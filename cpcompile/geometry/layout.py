@@ -63,7 +63,8 @@ class Chunks:
         if isinstance(self.length, int):
             return -(-self.length // self.ranks)
         # Needs torch, which those that only plan do not import.
-        from cpcompile.geometry.lengths import few_more, is_symbol, rounded_up
+        from cpcompile.geometry.divided_lengths import few_more, rounded_up
+        from cpcompile.geometry.lengths import is_symbol
 
         if is_symbol(self.length):
             few = few_more(self.length, self.ranks)  # as a slice leaves out

@@ -57,50 +57,6 @@ def is_divided(n: Size, ranks: int) -> bool:
     return statically_known_true(n % ranks == 0)
 
 
-def few_more(n: Size, ranks: int) -> Size:
-    """Return what n has beyond a multiple of `ranks`: -1 of 4 c - 1; 0 of a number.
-
-    That is no symbol, or one in a range of `ranks`, as of the tokens that are missing.
-    """
-    if not isinstance(n, torch.SymInt) or n.node.expr.is_number:
-        return 0
-    # Not by calculating with sizes, which a trace would take for a part of the program.
-    environment, expression = _environment(n), n.node.expr
-    few = sympy.Add(
-        *(x for x in sympy.Add.make_args(expression) if not _divides(n, x, ranks))
-    )
-    bounds = environment.bound_sympy(few)
-    if few.is_number or bounds.upper - bounds.lower > ranks:
-        return int(expression.as_coeff_Add()[0])
-    hint = int(few.xreplace(environment.backed_var_to_val))
-    size: Size = environment.create_symintnode(few, hint=hint)
-    return size
-
-
-def _divides(n: torch.SymInt, term: sympy.Expr, ranks: int) -> bool:
-    factor, rest = term.as_coeff_Mul()
-    if factor % ranks == 0 or rest == 1:
-        return bool(factor % ranks == 0)
-    return bool(_environment(n).simplify(Mod(abs(factor) * rest, ranks)) == 0)
-
-
-def is_cut_for_all(n: Size, ranks: int) -> bool:
-    """Tell whether `ranks` divide n, but for few entries that it has more or less.
-
-    Then the parts of all ranks are known for every length (Chunks.size).
-    """
-    return is_divided(n - few_more(n, ranks), ranks)
-
-
-def rounded_up(n: Size, ranks: int) -> int:
-    """Return n / ranks, rounded up; guard lengths for which that is another number."""
-    whole = -(-expected(n) // ranks)
-    if isinstance(n, torch.SymInt):
-        require(n > (whole - 1) * ranks)
-        require(n <= whole * ranks)
-    return whole
-
-
 def in_chunks(length: int, chunk: int, ranks: int) -> int:
     """Return the length as `ranks` equal chunks if it is a symbol, else as it is.
 
@@ -138,7 +94,7 @@ def plain_size(n: torch.SymInt) -> sympy.Expr:
 
     torch writes some strides with such a Max, and others without.
     """
-    environment = _environment(n)
+    environment = environment_of(n)
 
     def least_one(one: sympy.Expr, m: sympy.Expr) -> sympy.Expr:
         never_0 = one == 1 and environment.bound_sympy(m).lower >= 1
@@ -170,7 +126,7 @@ def guards_on(length: torch.SymInt) -> str:
     are asked for may depend on the rank, as for the end of a slice that begins at its
     part.
     """
-    environment, symbols = _environment(length), length.node.expr.free_symbols
+    environment, symbols = environment_of(length), length.node.expr.free_symbols
     guards = {_of_remainders(guard.expr, environment) for guard in environment.guards}
     chunked = _in_chunks_of_the_ranks(guards, environment)
     texts = {
@@ -228,16 +184,11 @@ def _divisor(guard: sympy.Basic) -> int:
 def upper_limit(length: torch.SymInt) -> int:
     """Return the largest length that guards leave; a huge one without such a guard."""
     symbols = length.node.expr.free_symbols
-    ranges = _environment(length).var_to_range
+    ranges = environment_of(length).var_to_range
     if not all(ranges[symbol].upper.is_Integer for symbol in symbols):
         return 2**62
     values = {symbol: ranges[symbol].upper for symbol in symbols}
     return int(length.node.expr.xreplace(values))
-
-
-def lower_limit(length: torch.SymInt) -> int:
-    """Return the smallest length that guards leave."""
-    return int(_environment(length).bound_sympy(length.node.expr).lower)
 
 
 def is_fixed(length: torch.SymInt, ranks: int) -> bool:
@@ -248,7 +199,7 @@ def is_fixed(length: torch.SymInt, ranks: int) -> bool:
     """
     if not is_symbol(length):
         return True
-    environment, expression = _environment(length), length.node.expr
+    environment, expression = environment_of(length), length.node.expr
     # The number of tokens that a rank has may be the symbol, with another for the rest.
     symbol = max(expression.free_symbols, key=expression.coeff)
     step = max(ranks // int(expression.coeff(symbol)), 1)
@@ -262,7 +213,8 @@ def is_fixed(length: torch.SymInt, ranks: int) -> bool:
     return True
 
 
-def _environment(length: torch.SymInt) -> ShapeEnv:
+def environment_of(length: torch.SymInt) -> ShapeEnv:
+    """Return what knows the symbols of a length."""
     environment = length.node.shape_env
     assert isinstance(environment, ShapeEnv)
     return environment

@@ -26,13 +26,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
+from cpcompile.geometry.divided_lengths import few_more, is_cut_for_all
 from cpcompile.geometry.layout import Chunks
-from cpcompile.geometry.lengths import (
-    few_more,
-    is_cut_for_all,
-    is_divided,
-    is_symbol,
-)
+from cpcompile.geometry.lengths import is_divided, is_symbol
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -30,22 +29,20 @@ import torch.fx.experimental.proxy_tensor as proxy_tensor
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard, _collective_utils
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
-from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import guard_or_false
-from torch.utils._sympy.functions import FloorDiv
 
 from cpcompile.geometry.lengths import (
     LengthNotSymbolic,
-    expected,
     guards_on,
     hashable,
     is_fixed,
     is_symbol,
 )
 from cpcompile.ranks import agreement
+from cpcompile.torch_patches import parts_of_ranks
 from cpcompile.torch_patches.tracing import dynamo_traces, forget_decisions
 
 log = logging.getLogger(__name__)
@@ -181,15 +178,8 @@ def _length_stays_symbolic() -> Iterator[None]:
             decided[key] = decide(op_schema)
         return decided[key]
 
-    def bytes_here(spec: DTensorSpec) -> int:
-        """Return the bytes in this call: which way is cheaper makes no guard."""
-        meta = spec.tensor_meta
-        assert meta is not None, "what is moved has a shape"
-        return math.prod(map(expected, meta.shape)) * meta.dtype.itemsize
-
     with (
-        mock.patch.object(SymNode, "int_floordiv", _divided(SymNode.int_floordiv)),
-        mock.patch.object(_collective_utils, "spec_to_bytes", bytes_here),
+        parts_of_ranks.stay_exact(),
         mock.patch.object(propagator, "propagate_op_sharding_non_cached", remember),
         mock.patch.object(proxy_tensor, "_init_proxy_trackers", first_value_counts),
     ):
@@ -197,28 +187,6 @@ def _length_stays_symbolic() -> Iterator[None]:
             yield
         finally:  # DTensor has remembered sizes that are symbols of this trace
             forget_decisions()
-
-
-def _divided(divide: Callable[..., Any]) -> Callable[..., Any]:
-    """Give parts of a quotient that have one value only that value.
-
-    DTensor computes chunks of 3 c - m tokens as (3 c - m + 2) // 3, which torch knows
-    as c + (2 - m) // 3. That is c for 0 < m < 3.
-    """
-
-    def divided(one: Any, other: Any) -> Any:
-        result = divide(one, other)
-        expression, environment = result.expr, result.shape_env
-        values = {}
-        for part in expression.atoms(FloorDiv):
-            bounds = environment.bound_sympy(part)
-            if bounds.is_singleton():
-                values[part] = bounds.lower
-        if not values:
-            return result
-        return SymNode(expression.xreplace(values), environment, int, result.hint)
-
-    return divided
 
 
 def _key(x: Any) -> Any:
