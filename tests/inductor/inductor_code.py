@@ -7,7 +7,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import config
-from tests.cpu.attention_cases import Attended, make_inputs
+from tests.cpu.attention_cases import Attended, AttentionCase, make_inputs
 from tests.golden.capture import fake_group
 
 
@@ -40,3 +40,14 @@ def codes_of(ranks, *cases, unroll="auto"):
             run_and_get_code(lambda case=case: train(compiled(mesh), case))
             for case in cases
         ]
+
+
+def check_rings_are_operators():
+    """In two lengths, of which a warning is given once."""
+    cases = AttentionCase(seq=16), AttentionCase(seq=24)
+    for _, (forward, backward) in codes_of(2, *cases, unroll=8):
+        assert forward.count("torch.ops.cp.ring_attention.default(") == 1
+        assert backward.count("torch.ops.cp.ring_attention_backward.default(") == 1
+        for code in (forward, backward):
+            assert "cp.ring_shift.default(" not in code
+            assert "cp.attention_step" not in code

@@ -11,7 +11,7 @@ from cpcompile.torch_patches import inductor_compat
 from cpcompile.torch_patches.inductor_compat import problems
 from tests.cpu.attention_cases import AttentionCase, check_case
 from tests.golden.capture import warnings
-from tests.inductor.inductor_code import codes_of
+from tests.inductor.inductor_code import check_rings_are_operators, codes_of
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +70,8 @@ def test_what_is_broken_is_said(monkeypatch, name, broken, text):
 
 
 def test_a_broken_interface_leaves_rings_operators(monkeypatch, caplog):
-    """In two lengths, with one warning."""
     monkeypatch.setattr(inductor_compat, "ordered", no_such_attribute)
-    cases = AttentionCase(seq=16), AttentionCase(seq=24)
-    for _, (forward, backward) in codes_of(2, *cases, unroll=8):
-        assert forward.count("torch.ops.cp.ring_attention.default(") == 1
-        assert backward.count("torch.ops.cp.ring_attention_backward.default(") == 1
-        for code in (forward, backward):
-            assert "cp.ring_shift.default(" not in code
+    check_rings_are_operators()
     (text,) = warnings(caplog)
     assert_expected_inline(
         fill(text.replace(torch.__version__, "VERSION"), 80),

@@ -10,9 +10,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    checkpoint_wrapper,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -29,6 +26,7 @@ from tests.cpu.composition.training import (
     loss_of_local_tokens,
     mean_over,
     new_gpt,
+    shard_blocks,
     train,
 )
 from tests.cpu.on_ranks import on_ranks
@@ -44,14 +42,7 @@ def run(
     model = new_gpt()
     options = {"inner": inner, "strategy": "ring"}
     style = cp.ContextParallel(options=options, fullgraph=True)
-    shapes = []
-    for i, block in enumerate(model.layers):
-        parallelize_module(block, mesh["cp"], style)
-        if checkpointed:
-            block = model.layers[i] = checkpoint_wrapper(block)
-        fully_shard(block, mesh=both)
-        block.register_forward_hook(lambda *given: shapes.append(given[2].shape))
-    fully_shard(model, mesh=both)
+    shapes = shard_blocks(model, mesh, style, both, checkpointed)
     dp = mesh["dp"].get_group()
     loss = loss_of_local_tokens(model, mesh, layout)
     steps = ([tuple(local_rows(x, dp) for x in batch)] for batch in batches(tokens))

@@ -15,7 +15,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial
-from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
 from cpcompile.ops.comm.communication import group_by_name
@@ -31,6 +30,7 @@ from tests.cpu.composition.training import (
     loss_of,
     loss_of_local_tokens,
     mean_over,
+    shard_blocks,
     train,
 )
 from tests.cpu.on_ranks import on_ranks
@@ -98,19 +98,12 @@ def run_local(
     both = mesh["dp", "cp"]._flatten("dp_cp")
     model = parallelized(mesh, sharded == "tokens")
     style = cp.ContextParallel(options={"inner": inner, "strategy": "ring"})
-    shapes = []
-    for i, block in enumerate(model.layers):
-        parallelize_module(block, mesh["cp"], style)
-        if checkpointed:
-            block = model.layers[i] = checkpoint_wrapper(block)
-        fully_shard(block, mesh=both)
-        block.register_forward_hook(lambda *given: shapes.append(given[2].shape[1]))
-    fully_shard(model, mesh=both)
+    shapes = shard_blocks(model, mesh, style, both, checkpointed)
 
     loss = loss_of_local_tokens(model, mesh, layout)
     steps = ([batch] for batch in batches(tokens))
     got = train(model, steps, loss, mean_over(dist.group.WORLD))
-    return compare(got, in_one_process(tokens)), shapes
+    return compare(got, in_one_process(tokens)), [shape[1] for shape in shapes]
 
 
 @pytest.mark.timeout(300)

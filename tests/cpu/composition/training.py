@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
 from tests.support.bounds import Deviation, deviation, deviations, whole
@@ -195,6 +199,24 @@ def relative_error(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     off = torch.stack([(got[n].double() - x).norm() for n, x in exact.items()])
     size = torch.stack([x.norm() for x in exact.values()])
     return float(off.norm() / size.norm())
+
+
+def shard_blocks(
+    model: nn.Module, mesh: DeviceMesh, style: Any, over: DeviceMesh, again: bool
+) -> list[torch.Size]:
+    """Give blocks a style over cp, and all FSDP2; return what shapes the blocks give.
+
+    again: whether blocks are checkpoints.
+    """
+    shapes: list[torch.Size] = []
+    for i, block in enumerate(model.layers):
+        parallelize_module(block, mesh["cp"], style)
+        if again:
+            block = model.layers[i] = wrapper.checkpoint_wrapper(block)
+        fully_shard(block, mesh=over)
+        block.register_forward_hook(lambda *given: shapes.append(given[2].shape))
+    fully_shard(model, mesh=over)
+    return shapes
 
 
 def loss_of_local_tokens(

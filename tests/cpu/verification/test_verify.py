@@ -26,12 +26,14 @@ from tests.cpu.verification.models import make_inputs, make_model
 OPTIONS = {"inner": "aot_eager"}
 
 
-class Checkpointed(nn.Module):
-    """The model in a checkpoint region."""
-
+class Around(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = make_model()
+
+
+class Checkpointed(Around):
+    """The model in a checkpoint region."""
 
     def forward(self, tokens, labels):
         inner = self.inner
@@ -43,12 +45,8 @@ class Checkpointed(nn.Module):
         return self.inner.attention(self.inner.norm(x), None)
 
 
-class Broken(nn.Module):
+class Broken(Around):
     """A graph break, writes in place, and a conversion to float32."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = make_model()
 
     def forward(self, tokens, labels):
         inner = self.inner
@@ -62,12 +60,8 @@ class Broken(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class Drops(nn.Module):
+class Drops(Around):
     """Dropout, which draws for the whole sequence."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = make_model()
 
     def forward(self, tokens, labels):
         inner = self.inner
@@ -76,12 +70,11 @@ class Drops(nn.Module):
         return {"logits": inner.head(x), "hidden": x}
 
 
-class Routed(nn.Module):
+class Routed(Around):
     """Experts by torch's product of grouped rows, with weights of float32."""
 
     def __init__(self):
         super().__init__()
-        self.inner = make_model()
         width = self.inner.embedding.weight.shape[1]
         self.router = nn.Linear(width, 4)
         self.experts = nn.Parameter(torch.randn(4, width, width) / width)

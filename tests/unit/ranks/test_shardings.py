@@ -120,20 +120,14 @@ def test_a_scalar_has_no_dim(mesh):
     rejected(cp.shard, torch.tensor(1.0), mesh, 0)
 
 
-def test_axis_that_is_missing_on_one_axis(mesh):
+def test_axis_that_is_missing(mesh, mesh_2d):
+    texts = [rejected(axis_index, x, "sp") for x in (mesh, mesh_2d)]
     assert_expected_inline(
-        fill(rejected(axis_index, mesh, "sp"), 80),
+        "\n".join(fill(text, 80) for text in texts),
         """\
 mesh of shape (4,) has the axes cp; needed an axis 'sp': name it in
 init_device_mesh(..., mesh_dim_names=(..., "sp")) or pass the name of the axis
-that shards the sequence""",
-    )
-
-
-def test_axis_that_is_missing_on_two_axes(mesh_2d):
-    assert_expected_inline(
-        fill(rejected(axis_index, mesh_2d, "sp"), 80),
-        """\
+that shards the sequence
 mesh of shape (2, 2) has the axes dp, cp; needed an axis 'sp': name it in
 init_device_mesh(..., mesh_dim_names=(..., "sp")) or pass the name of the axis
 that shards the sequence""",
