@@ -8,19 +8,26 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import cpcompile as cp
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.torch_patches import dead_collectives
 from tests.cpu.composition.exchanged import Exchanged
-from tests.cpu.composition.tensor_parallel import parallelized
 from tests.cpu.composition.training import (
     LAYERS,
     batches,
@@ -30,11 +37,37 @@ from tests.cpu.composition.training import (
     loss_of,
     loss_of_local_tokens,
     mean_over,
+    new_gpt,
     shard_blocks,
     train,
 )
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import Deviation, check
+
+
+def parallelized(mesh: DeviceMesh, tokens_too: bool) -> nn.Module:
+    """Heads and channels are sharded over tp; tokens too with sequence parallelism."""
+    split = Shard(1) if tokens_too else Replicate()
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=split),
+        "head": ColwiseParallel(input_layouts=split, output_layouts=Replicate()),
+    }
+    if tokens_too:
+        plan["norm"] = SequenceParallel()
+    for i in range(LAYERS):
+        layer = {
+            **{f"attention.w{x}": ColwiseParallel() for x in "qkv"},
+            "attention.wo": RowwiseParallel(output_layouts=split),
+            "up": ColwiseParallel(input_layouts=split),
+            "down": RowwiseParallel(output_layouts=split),
+        }
+        if tokens_too:
+            layer["attention"] = PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            )
+            layer |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+        plan |= {f"layers.{i}.{name}": style for name, style in layer.items()}
+    return parallelize_module(new_gpt(), mesh["tp"], plan)
 
 
 def run(
