@@ -118,7 +118,6 @@ OTHERS = [
     # Key ranges that are known, and ids from data.
     Case("window", (64, 32, 100), how=RING),
     Case("padded", (96, 48, 150), ranks=3, how=RING),
-    Case("padded", (64, 32, 100), how=RING | {"inner": "inductor"}),
     # A mask that nothing shards has a symbol, which follows that of the tokens.
     Case("masked", (64, 32, 100), [0, 1, 1], how=RING | FORWARD),
     *(
