@@ -27,6 +27,7 @@ from cpcompile.cost.relayout_cost import relayout_seconds, reorder_seconds
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.token_pieces import Piece, move_of
+from cpcompile.logs import warn_unmet
 from cpcompile.ops.comm.moved_tokens import WHOLE
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import disable_current_modes
@@ -287,25 +288,18 @@ class _Ordering:
         return dim.outer == 1 and value.shape[dim.dim] == length
 
     def _relayout_seconds(self, value: Any) -> float | None:
-        if not isinstance(value, DTensor) or not self._is_whole(value):
+        tokens = self.order.tokens_of(value)
+        if tokens is None or not self._is_whole(value):
             return None
-        return self._sent_seconds(value, -(-self._length(value) // self.ctx.ranks))
+        length, dim = tokens
+        return self._sent_seconds(value, dim.dim, -(-length // self.ctx.ranks))
 
-    def _length(self, value: DTensor) -> int:
-        tokens = self.order.tokens_of(value)
-        assert tokens is not None, "it has tokens"
-        return tokens[0]
-
-    def _sent_seconds(self, value: DTensor, tokens: int) -> float:
+    def _sent_seconds(self, value: DTensor, dim: int, tokens: int) -> float:
         """Return the seconds to send tokens of a value."""
-        entries = value._local_tensor.numel() // max(1, self._own_tokens(value))
-        size = entries * tokens * value.element_size()
+        # Not by the entries that this rank has: it may have no token.
+        sizes = [n for i, n in enumerate(value._local_tensor.shape) if i != dim]
+        size = math.prod(sizes) * tokens * value.element_size()
         return relayout_seconds(self.ctx.profile, self.ctx.ranks, size)
-
-    def _own_tokens(self, value: DTensor) -> int:
-        tokens = self.order.tokens_of(value)
-        assert tokens is not None, "it has tokens"
-        return int(value._local_tensor.shape[tokens[1].dim])
 
     def _reorder_seconds(self, values: Iterable[Any]) -> float:
         sizes = [
@@ -323,9 +317,10 @@ class _Ordering:
         if layout is not Layout.CONTIGUOUS and not all(map(self._has_tokens, cut)):
             return None
         sent = sum(_sent(move, layout, self.ctx.ranks) for move in moves)
-        if not sent or not self._has_tokens(value):
+        tokens = self.order.tokens_of(value)
+        if not sent or tokens is None:
             return 0.0
-        return self._sent_seconds(value, sent)
+        return self._sent_seconds(value, tokens[1].dim, sent)
 
     # Plans
 
@@ -338,6 +333,13 @@ class _Ordering:
                 for x in node.all_input_nodes
                 if x in self.vertices
             )
+            asked = self.ctx.layout not in (None, Layout.CONTIGUOUS)
+            if asked and node not in laid_out:
+                where, unmet = (
+                    f"attention at {call.path}",
+                    f"layout {self.ctx.layout!r}",
+                )
+                warn_unmet(where, unmet, "its operands are not split on the tokens")
             findings.plans[call] = compared(self.ctx, call, node in laid_out, beside)
 
 

@@ -100,11 +100,10 @@ PADDED = [
         ("window", "inductor", 2), ("padded", "aot_eager", 3),
         ("padded", "inductor", 2), ("masked", "aot_eager", 2),
         ("documents", "aot_eager", 3), ("cross", "aot_eager", 2),
-        ("capped", "aot_eager", 2), ("encoder", "inductor", 3),
-        ("dropping", "aot_eager", 2), ("dropping", "inductor", 3),
+        ("capped", "aot_eager", 2), ("dropping", "inductor", 3),
         ("one_token", "aot_eager", 2), ("pooled", "aot_eager", 3),
         ("written", "aot_eager", 2), ("shifted", "aot_eager", 3),
-        ("convolved", "aot_eager", 3), ("ModuleEncoder", "aot_eager", 3),
+        ("convolved", "inductor", 3), ("ModuleEncoder", "aot_eager", 3),
     )
 ]  # fmt: skip
 OTHERS = [

@@ -13,11 +13,10 @@ from tests.support.settings import split
 GATHERED = {"TokensMeet", "Capacity"}
 SIZES = [(16, 2, 2), (17, 2, 3), (9, 1, 2), (3, 3, 4)]
 ZIGZAG = {"strategy": "ring", "layout": "zigzag"}
-JOINT = {"graph": "joint"}
 CASES = [
     *((name, *sizes, "plain", {}) for name in ROUTED for sizes in SIZES),
     *((name, 16, 2, 2, "dtensor", {}) for name in ROUTED),
-    *((name, 17, 2, 3, "plain", JOINT) for name in ("Routed", "IndexAdd")),
+    *((name, 17, 2, 3, "plain", {"graph": "joint"}) for name in ("Routed", "IndexAdd")),
     *(
         (name, 16, 2, 2, "plain", ZIGZAG)
         for name in ("Routed", "IndexAdd", "Checkpointed", "Capacity")
@@ -44,7 +43,6 @@ def test_tokens_are_routed_as_in_one_process(name, seq, batch, world, door, opti
     [
         (1, 16, 2, "plain"),
         (1, 17, 3, "plain"),
-        (2, 16, 2, "plain"),
         (2, 17, 2, "plain"),
         (3, 8, 3, "plain"),
         (1, 16, 2, "dtensor"),  # Dynamo itself traces the views of several rows
