@@ -1,4 +1,4 @@
-"""cp::by_rows: a program that does the same with every row of some tensors, kept whole.
+"""cp_whole::by_rows: a program that does the same with every row of some tensors.
 
 AOTAutograd would write its number of rows into the graph, and rows that are sorted
 belong to no token. As one operator, with one for its gradients, the program stays what
@@ -84,13 +84,13 @@ def gradients_of(
     return [torch.zeros_like(x) if g is None else g for x, g in pairs_]
 
 
-@torch.library.custom_op("cp::by_rows", mutates_args=())
+@torch.library.custom_op("cp_whole::by_rows", mutates_args=())
 def by_rows(tensors: list[Tensor], program: str) -> list[Tensor]:
     """Run a program on rows; results that have rows have those of the arguments."""
     return [_own(x, tensors) for x in results_of(program_of(program), tensors)]
 
 
-@torch.library.custom_op("cp::by_rows_backward", mutates_args=())
+@torch.library.custom_op("cp_whole::by_rows_backward", mutates_args=())
 def by_rows_backward(
     grads: list[Tensor],
     tensors: list[Tensor],
@@ -148,8 +148,8 @@ def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None]:
 
 by_rows.register_autograd(_gradient, setup_context=_remember)
 
-BY_ROWS = torch.ops.cp.by_rows.default
-BY_ROWS_BACKWARD = torch.ops.cp.by_rows_backward.default
+BY_ROWS = torch.ops.cp_whole.by_rows.default
+BY_ROWS_BACKWARD = torch.ops.cp_whole.by_rows_backward.default
 BOTH = (BY_ROWS, BY_ROWS_BACKWARD)
 DECOMPOSED: dict[Any, Any] = {
     BY_ROWS: lambda tensors, name: results_of(program_of(name), tensors, True),

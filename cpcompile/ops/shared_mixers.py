@@ -1,8 +1,8 @@
 """In a graph of the whole sequence: how ranks share what mixes tokens.
 
-    y = cumsum(x, 1)     ->     x = cp.split_along(x, 1, 2)    tokens -> heads
-                                y = cp.split_along(cumsum(x, 1), 2, 1)
-    cp.mixer([q, k, v])  ->     cp.mixer_in_parts([q, k, v])   ranks pass on states
+    y = cumsum(x, 1)     ->  x = cp_whole.split_along(x, 1, 2)    tokens -> heads
+                             y = cp_whole.split_along(cumsum(x, 1), 2, 1)
+    cp.mixer([q, k, v])  ->  cp_whole.mixer_in_parts([q, k, v])   ranks pass on states
 
 The value of the first is x: ranks exchange parts of one dimension for parts of another,
 and those of the gradient on the way back. The second is what cp::mixer is.
@@ -21,7 +21,7 @@ ALL = -1
 """In place of a dimension: every rank has all of a value."""
 
 
-@torch.library.custom_op("cp::split_along", mutates_args=())
+@torch.library.custom_op("cp_whole::split_along", mutates_args=())
 def split_along(x: Tensor, source: int, target: int) -> Tensor:
     """Return x, split along dimension `target` where it was along `source`, or ALL."""
     return x.clone()
@@ -43,14 +43,14 @@ def _way_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 split_along.register_autograd(_way_back, setup_context=_remember)
 
 
-@torch.library.custom_op("cp::mixer_in_parts", mutates_args=())
+@torch.library.custom_op("cp_whole::mixer_in_parts", mutates_args=())
 def mixer_in_parts(tensors: list[Tensor], call: str) -> list[Tensor]:
     """Return what cp::mixer does, which ranks compute for their own tokens each."""
     results: list[Tensor] = mixer(tensors, call)
     return results
 
 
-@torch.library.custom_op("cp::mixer_in_parts_backward", mutates_args=())
+@torch.library.custom_op("cp_whole::mixer_in_parts_backward", mutates_args=())
 def mixer_in_parts_backward(
     grads: list[Tensor],
     tensors: list[Tensor],
@@ -88,6 +88,6 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None]:
 
 mixer_in_parts.register_autograd(_gradients, setup_context=_remember_mixer)
 
-SPLIT_ALONG = torch.ops.cp.split_along.default
-IN_PARTS = torch.ops.cp.mixer_in_parts.default
-IN_PARTS_BACKWARD = torch.ops.cp.mixer_in_parts_backward.default
+SPLIT_ALONG = torch.ops.cp_whole.split_along.default
+IN_PARTS = torch.ops.cp_whole.mixer_in_parts.default
+IN_PARTS_BACKWARD = torch.ops.cp_whole.mixer_in_parts_backward.default

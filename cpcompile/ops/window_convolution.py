@@ -1,7 +1,7 @@
 """Convolutions by their windows, whatever a model pads before and cuts after.
 
-    convolution(pad(x), w)[.., :S]        ->  cp.window_convolution(x, w, ..)
-    convolution_backward(pad(dy), pad(x)) ->  cp.window_convolution_backward(dy, x, ..)
+    convolution(pad(x), w)[.., :S]         ->  cp_whole.window_convolution(x, w, ..)
+    convolution_backward(pad(dy), pad(x))  ->  cp_whole.window_convolution_backward
 
 Result i of a dimension is that of the window which begins at i * stride - before. These
 two stand in a graph of the whole sequence: `DECOMPOSED` says what they become.
@@ -90,17 +90,17 @@ def _padded(
     return wide, padding, pads
 
 
-_forward = torch.library.custom_op("cp::window_convolution", mutates_args=())(
+_forward = torch.library.custom_op("cp_whole::window_convolution", mutates_args=())(
     window_convolution
 )
-_backward = torch.library.custom_op("cp::window_convolution_backward", mutates_args=())(
-    window_convolution_backward
-)
+_backward = torch.library.custom_op(
+    "cp_whole::window_convolution_backward", mutates_args=()
+)(window_convolution_backward)
 _forward.register_fake(window_convolution)
 _backward.register_fake(window_convolution_backward)
 
-CONVOLUTION = torch.ops.cp.window_convolution.default
-CONVOLUTION_BACKWARD = torch.ops.cp.window_convolution_backward.default
+CONVOLUTION = torch.ops.cp_whole.window_convolution.default
+CONVOLUTION_BACKWARD = torch.ops.cp_whole.window_convolution_backward.default
 DECOMPOSED: dict[Any, Callable[..., Any]] = {
     CONVOLUTION: window_convolution,
     CONVOLUTION_BACKWARD: window_convolution_backward,

@@ -2,8 +2,8 @@
 
 cp.ulysses_attention(q, k, v, ...)  ->  cp_whole.ulysses_attention(q, k, v, ...)
 constraint(latent, KEY_SOURCE)      ->  cp_whole.latent_keys(latent, "gather")
-constraint(x, EXCHANGED, 1, 2)      ->  cp.split_along(x, 1, 2)
-mixed_in_parts([q, k, v])           ->  cp.mixer_in_parts([q, k, v])
+constraint(x, EXCHANGED, 1, 2)      ->  cp_whole.split_along(x, 1, 2)
+mixed_in_parts([q, k, v])           ->  cp_whole.mixer_in_parts([q, k, v])
 """
 
 from __future__ import annotations

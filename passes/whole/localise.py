@@ -301,7 +301,7 @@ class Localise(EdgeValues):
         except Exception as error:  # whatever DTensor's rules raise
             check_refusal(error, f"{node.target} on shards")
             problem = f"DTensor cannot shard it here ({_first_line(error)})"
-            if communicates(node.target) or _namespace(node) == WHOLE:
+            if communicates(node.target) or is_attention(node):
                 text = f"{node.target} at {where(node)}: {problem}"
                 raise RewriteError(text) from error
         if problem is not None:

@@ -1,6 +1,6 @@
 """DTensors on other mesh axes, as tensor parallelism makes them.
 
-    x.redistribute(placements)  ->  cp.move(x's local part, plan)
+    x.redistribute(placements)  ->  cp_whole.move(x's local part, plan)
 
 AOTAutograd traces the user's DTensors by the rules of DTensor on their own mesh: what
 it sees of each is the local part, as on a rank of a tensor parallel model without us,
@@ -127,7 +127,7 @@ class Plan:
 _plans: dict[str, Plan] = {}  # by their text
 
 
-@torch.library.custom_op("cp::move", mutates_args=())
+@torch.library.custom_op("cp_whole::move", mutates_args=())
 def move(x: Tensor, plan: str) -> Tensor:
     """Move the local part of a DTensor on other axes; `plan` is the text of a Plan."""
     return _plans[plan].run(x, _plans[plan].shape)
@@ -143,12 +143,12 @@ def _(x: Tensor, plan: str) -> Tensor:
     return x.new_empty(shape)
 
 
-MOVE = torch.ops.cp.move.default
+MOVE = torch.ops.cp_whole.move.default
 
 
 @contextmanager
 def moves_are_calls(ours: DeviceMesh) -> Iterator[None]:
-    """Have DTensor call `cp.move` where it moves tensors on other meshes than ours."""
+    """Have DTensor call `cp_whole.move` for moves on other meshes than ours."""
 
     def moved(
         x: Tensor, before: DTensorSpec, after: DTensorSpec, **options: Any

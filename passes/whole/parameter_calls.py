@@ -1,7 +1,7 @@
 """Where a parameter that a graph gathers by itself begins, and its gradient ends.
 
-    gather(local part) -> cp.enter_parameter -> the graph
-    the gradient       -> cp.leave_gradient  -> its reduce-scatter
+    gather(local part) -> cp_whole.enter_parameter -> the graph
+    the gradient       -> cp_whole.leave_gradient  -> its reduce-scatter
 
 The messages of the gather have nothing to do with the sequence, and run as they are on
 every rank. What is between the two lies on the axis of the sequence: a parameter is
@@ -29,13 +29,13 @@ from .edges import gradient_as
 from .local_calls import replicated
 
 
-@torch.library.custom_op("cp::enter_parameter", mutates_args=())
+@torch.library.custom_op("cp_whole::enter_parameter", mutates_args=())
 def enter_parameter(x: Tensor, contract: str) -> Tensor:
     """Return x; `contract` is the GradSync of its gradient."""
     return x.clone()
 
 
-@torch.library.custom_op("cp::leave_gradient", mutates_args=())
+@torch.library.custom_op("cp_whole::leave_gradient", mutates_args=())
 def leave_gradient(grad: Tensor, contract: str) -> Tensor:
     """Return a gradient, on each rank as `contract` says."""
     return grad.clone()
@@ -58,8 +58,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 enter_parameter.register_autograd(_backward, setup_context=_note)
 
 
-ENTER = torch.ops.cp.enter_parameter.default
-LEAVE = torch.ops.cp.leave_gradient.default
+ENTER = torch.ops.cp_whole.enter_parameter.default
+LEAVE = torch.ops.cp_whole.leave_gradient.default
 
 
 def settle_gradients(graph: fx.Graph, ctx: Context) -> None:

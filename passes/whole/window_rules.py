@@ -1,7 +1,7 @@
 """Calls that read windows of tokens: convolutions, pooling, and torch's unfold.
 
     x: [B, C, 61], 31 and 30 tokens on 2 ranks
-    cp.window_convolution(x, w, .., stride 2)       31 results, 16 and 15
+    cp_whole.window_convolution(x, w, .., stride 2)       31 results, 16 and 15
       ->
     spans = cp.moved_tokens(x)                      what the windows of 16 results read
     convolution(spans, w, .., stride 2)             of which rank 1 keeps 15
