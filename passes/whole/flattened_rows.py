@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import DTensorSpec, StridedShard, TensorMeta
+from cpcompile.torch_private.fake_tensors import TorchDispatchMode
 from cpcompile.torch_private.operators import OpOverload
 
 from .cut_alike import local_of, placements_of, shared_rows

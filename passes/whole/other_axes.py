@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import _api as dtensor_api
+
+# The sum of a look-up in a table that ranks share out; seen in 2.13.
 from torch.distributed.tensor.placement_types import _MaskPartial
 
 from cpcompile.errors import RewriteError
