@@ -30,9 +30,10 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor import _api as dtensor_api
 
-# The sum of a look-up in a table that ranks share out; seen in 2.13.
+# Where DTensor calls redistribute, and the sum of a look-up in a table that ranks share
+# out; seen in 2.13.
+from torch.distributed.tensor import _api as dtensor_api
 from torch.distributed.tensor.placement_types import _MaskPartial
 
 from cpcompile.errors import RewriteError
