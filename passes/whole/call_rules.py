@@ -75,7 +75,7 @@ def cuts_in_order(call: Any) -> bool:
 
 def adds_up(call: Any) -> bool:
     """Tell whether all that a call sends are sums, which have no order."""
-    return call in REDUCTIONS or _is_element_wise(call)
+    return call in (*REDUCTIONS, *BOTH) or _is_element_wise(call)
 
 
 def _rule_of(call: Any, order: TokenOrder) -> Callable[..., Any]:
