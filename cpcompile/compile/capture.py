@@ -75,6 +75,12 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
             *(aten.nll_loss2d_forward, aten.nll_loss2d_backward),
             *(aten.mse_loss, aten.mse_loss_backward, aten.native_dropout_backward),
             *(aten.log_sigmoid_forward, aten.log_sigmoid_backward),
+            # DTensor takes means of unequal parts for the mean.
+            *(aten.smooth_l1_loss, aten.smooth_l1_loss_backward),
+            *(aten.huber_loss, aten.huber_loss_backward),
+            *(aten.binary_cross_entropy, aten.binary_cross_entropy_backward),
+            *(aten.soft_margin_loss, aten.soft_margin_loss_backward),
+            aten.binary_cross_entropy_with_logits,
         ]
     )
     return table | {

@@ -130,10 +130,16 @@ def _drawing(call: OpOverload) -> Callable[..., Any]:
     def drawn(x: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(x, DTensor):
             return call(x, *args, **options)
-        whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        whole = _like_whole(x)
         return call(whole, *args, **options)
 
     return drawn
+
+
+def _like_whole(x: DTensor) -> Tensor:
+    """Return a tensor of all tokens; numbers are drawn in the order of its memory."""
+    sizes = x.shape, x.stride()
+    return torch.empty_strided(*sizes, dtype=x.dtype, device=x.device)
 
 
 def _of_whole_alone(call: OpOverload) -> Callable[..., Any]:
@@ -152,7 +158,7 @@ def _dropout(order: TokenOrder, x: Any, p: float, train: bool | None) -> Any:
     """Draw one mask for all tokens; each rank reads its rows of it."""
     if not isinstance(x, DTensor) or not train:
         return aten.native_dropout.default(x, p, train)
-    whole = torch.ones(x.shape, dtype=x.dtype, device=x.device)
+    whole = torch.ones_like(_like_whole(x))
     factors, mask = aten.native_dropout.default(whole, p, train)
     _, factors, mask = cut_alike([x, factors, mask], order)
     return x * factors, mask

@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor
 
 from cpcompile.ops.latent_keys import LATENT_KEYS, LatentStep
 from cpcompile.ops.shared_mixers import ALL, IN_PARTS, SPLIT_ALONG
@@ -27,6 +29,26 @@ _STEPS = {
     Wanted.KEY_SOURCE: LatentStep.GATHER,
     Wanted.COMPUTED_KEYS: LatentStep.KEYS,
 }
+
+
+def l1_loss(
+    x: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Tensor:
+    """F.l1_loss, which forgets its weight under AOTAutograd (seen in torch 2.13)."""
+    if weight is None:
+        return F.l1_loss(x, target, size_average, reduce, reduction)
+    errors = F.l1_loss(x, target, reduction="none") * weight
+    if reduction == "none":
+        return errors
+    return errors.sum() if reduction == "sum" else errors.sum() / weight.sum()
+
+
+_CALLS[F.l1_loss] = l1_loss
 
 
 @graph_pass()

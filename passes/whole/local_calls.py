@@ -135,9 +135,10 @@ class LocalCalls:
             misread = MisreadRules()  # type: ignore[no-untyped-call]
             with implicit_replication(), misread:
                 given = call(*args, **kwargs)
-            if problem := misread.problem or untrue(given):
-                raise RewriteError(problem)
             results, structure = pytree.tree_flatten(given)
+            problem = misread.problem or untrue(given)
+            if problem or any(map(_is_mean_of_parts, results)):
+                raise RewriteError(problem or "parts of unequal sizes have other means")
             results = [_summed(x) if must_not_wait(x) else x for x in results]
             found[:] = results, structure
             return [_local(x) for x in results]
@@ -205,6 +206,11 @@ def _summed(x: DTensor) -> DTensor:
     """Combine the parts of x at once; Note [Sums that wait]."""
     placements = [Replicate() if p.is_partial() else p for p in x.placements]
     return x.redistribute(placements=placements)
+
+
+def _is_mean_of_parts(x: Any) -> bool:
+    placements = x.placements if isinstance(x, DTensor) else ()
+    return any(p.is_partial("avg") for p in placements)
 
 
 def _constant(graph: fx.Graph, value: Any) -> fx.Node:
