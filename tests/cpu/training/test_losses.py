@@ -150,9 +150,8 @@ def test_losses(part, setting):
     x, target = torch.randn(2, 2, seq, WIDTH, dtype=torch.float64)
     labels = torch.randint(0, CLASSES, (2, seq))
     options = {"strategy": "ring", "layout": "contiguous"} | options
-    with cp.config.patch(
-        hardware="cpu", graph={"joint": setting}.get(setting, "model")
-    ):
+    graph = "joint" if setting == "joint" else "model"
+    with cp.config.patch(hardware="cpu", graph=graph):
         inputs = (x, target.requires_grad_(), labels)
         found = compare_calls(model, [inputs], world, shard={"x": 1}, **options)
     found.check()
