@@ -182,6 +182,9 @@ def copied(
             new[node] = _constant(graph, getattr(call.module, str(node.target)))
         elif node.op == "call_function":
             new[node] = graph.node_copy(node, new.__getitem__)
+            # Inductor names kernels after the original operator.
+            original = like.meta.get("original_aten", node.target)
+            new[node].meta.setdefault("original_aten", original)
             new[node].meta.update(notes)
     results: Any = call.module.graph.output_node().args[0]
     written = [new[x] if isinstance(x, fx.Node) else x for x in results]
