@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cpcompile.ops.listed_gradients import differentiate
 from cpcompile.torch_private import pytree
 
 
@@ -126,27 +127,7 @@ def _own(x: Tensor, others: Sequence[Tensor]) -> Tensor:
     return x.clone() if x.untyped_storage().data_ptr() in memory else x
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, ctx.program = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.needed = [i for i, x in enumerate(tensors) if x.requires_grad]
-
-
-def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None]:
-    tensors = list(ctx.saved_tensors)
-    result: list[Tensor | None] = [None] * len(tensors)
-    graded = [i for i, g in enumerate(grads) if g is not None]
-    of_results = [g for g in grads if g is not None]
-    if of_results and ctx.needed:
-        computed = by_rows_backward(
-            of_results, tensors, graded, ctx.needed, ctx.program
-        )
-        for i, grad in zip(ctx.needed, computed, strict=True):
-            result[i] = grad
-    return result, None
-
-
-by_rows.register_autograd(_gradient, setup_context=_remember)
+differentiate(by_rows, by_rows_backward)
 
 BY_ROWS = torch.ops.cp_whole.by_rows.default
 BY_ROWS_BACKWARD = torch.ops.cp_whole.by_rows_backward.default

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpcompile.ops.listed_gradients import differentiate
 from cpcompile.ops.mixers.mixer_operator import mixer, mixer_backward
 
 ALL = -1
@@ -68,25 +69,7 @@ mixer_in_parts.register_fake(lambda tensors, call: mixer(tensors, call))
 mixer_in_parts_backward.register_fake(lambda *args: mixer_backward(*args))
 
 
-def _remember_mixer(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, ctx.call = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.needed = [i for i, x in enumerate(tensors) if x.requires_grad]
-
-
-def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None]:
-    tensors = list(ctx.saved_tensors)
-    found: list[Tensor | None] = [None] * len(tensors)
-    graded = [i for i, g in enumerate(grads) if g is not None]
-    given = [g for g in grads if g is not None]
-    if given and ctx.needed:
-        args = (given, tensors, graded, ctx.needed, ctx.call)
-        for i, grad in zip(ctx.needed, mixer_in_parts_backward(*args), strict=True):
-            found[i] = grad
-    return found, None
-
-
-mixer_in_parts.register_autograd(_gradients, setup_context=_remember_mixer)
+differentiate(mixer_in_parts, mixer_in_parts_backward)
 
 SPLIT_ALONG = torch.ops.cp_whole.split_along.default
 IN_PARTS = torch.ops.cp_whole.mixer_in_parts.default

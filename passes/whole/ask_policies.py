@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from cpcompile.ops.latent_keys import WHOLE
+from cpcompile.ops.latent_steps import WHOLE
 
 from ..graph.graph_pass import graph_pass
 from ..graph.nodes import all_graphs

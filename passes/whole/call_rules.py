@@ -16,7 +16,7 @@ from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import hashable
 from cpcompile.ops.by_rows import BOTH
 from cpcompile.ops.dtensor.local_part import contiguous_strides
-from cpcompile.ops.latent_keys import LATENT_KEYS
+from cpcompile.ops.latent_steps import LATENT_KEYS
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import StridedShard, TensorMeta
 from cpcompile.torch_private.fake_tensors import disable_current_modes

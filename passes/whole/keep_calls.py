@@ -14,7 +14,7 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.ops.latent_keys import LATENT_KEYS, LatentStep
+from cpcompile.ops.latent_steps import LATENT_KEYS, LatentStep
 from cpcompile.ops.shared_mixers import ALL, IN_PARTS, SPLIT_ALONG
 
 from ..graph.graph_pass import graph_pass

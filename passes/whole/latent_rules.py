@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cpcompile.ops.latent_keys import LatentStep
+from cpcompile.ops.latent_steps import LatentStep
 
 from ..graph.constant_arguments import MeshAxis
 from .edges import share_of

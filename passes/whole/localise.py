@@ -41,7 +41,7 @@ from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import LengthNotSymbolic, hashable
 from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communicating import communicates
-from cpcompile.ops.latent_keys import WHOLE
+from cpcompile.ops.latent_steps import WHOLE
 from cpcompile.ops.shared_mixers import ALL, SPLIT_ALONG
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_private import pytree

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cpcompile.ops.attention_spec import AttentionSpec
-from cpcompile.ops.latent_keys import WHOLE
+from cpcompile.ops.latent_steps import WHOLE
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.torch_private.operators import OpOverload
 

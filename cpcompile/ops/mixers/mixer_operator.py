@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from cpcompile.ops.listed_gradients import differentiate
 from cpcompile.ops.mixers.mixer_call import MixerCall
 from cpcompile.ops.mixers.recordings import Recording, recording_of, token_of
 from cpcompile.torch_private.fake_tensors import FakeTensorMode, outside_of_operators
@@ -134,25 +135,7 @@ def _(
     return [tensors[i].new_empty(tensors[i].shape) for i in needed]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, ctx.call = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.needed = [i for i, x in enumerate(tensors) if x.requires_grad]
-
-
-def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None]:
-    tensors = list(ctx.saved_tensors)
-    result: list[Tensor | None] = [None] * len(tensors)
-    graded = [i for i, g in enumerate(grads) if g is not None]
-    of_results = [g for g in grads if g is not None]
-    if of_results and ctx.needed:
-        computed = mixer_backward(of_results, tensors, graded, ctx.needed, ctx.call)
-        for i, grad in zip(ctx.needed, computed, strict=True):
-            result[i] = grad
-    return result, None
-
-
-mixer.register_autograd(_gradient, setup_context=_remember)
+differentiate(mixer, mixer_backward)
 
 
 def _empty(call: str, tensors: list[Tensor]) -> list[Tensor]:
