@@ -31,11 +31,14 @@ aten = torch.ops.aten
 
 
 def captured(graph: fx.Graph, ctx: Context) -> None:
-    """Prepare Dynamo's graph, as the passes left it, for the trace.
+    """Prepare Dynamo's graph, as the passes left it, for the trace; all ranks call this.
 
-    Raises: RewriteError for what the graph of the whole sequence lacks.
+    Raises: RewriteError for what the graph of the whole sequence lacks;
+    RankMismatchError.
     """
     _check(ctx)
+    # They decide how often `localise` has the ranks meet.
+    ctx.compare(ctx.plan_texts())
     settle_gradients(graph, ctx)
     enter_other_axes(graph, ctx)
 

@@ -220,7 +220,12 @@ def _are_cut_alike(operands: list[Any], dim: int) -> bool:
 
 
 # They draw as many numbers as their operand has entries, and do not read it.
-_DRAWING = (aten.bernoulli.p, aten.rand_like.default, aten.randn_like.default)
+_DRAWING = (
+    *(aten.bernoulli.p, aten.rand_like.default, aten.randn_like.default),
+    *(aten.normal_functional.default, aten.uniform.default, aten.random.default),
+    *(aten.exponential.default, aten.geometric.default, aten.cauchy.default),
+    *(aten.log_normal.default, aten.random.to, getattr(aten.random, "from")),
+)
 _ROWS = (
     *(aten.gather.default, aten.scatter_add.default),
     *(aten.scatter.value, aten.scatter.src),

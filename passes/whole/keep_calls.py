@@ -4,10 +4,16 @@ cp.ulysses_attention(q, k, v, ...)  ->  cp_whole.ulysses_attention(q, k, v, ...)
 constraint(latent, KEY_SOURCE)      ->  cp_whole.latent_keys(latent, "gather")
 constraint(x, EXCHANGED, 1, 2)      ->  cp_whole.split_along(x, 1, 2)
 mixed_in_parts([q, k, v])           ->  cp_whole.mixer_in_parts([q, k, v])
+out = cp.ring_attention(q, ...)[0]  ->  in_memory_order(out, (0, 2, 1, 3))
+
+The last is where attention on one device has another order in memory than ours: random
+numbers are drawn in it, and what joins the heads copies nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch.fx as fx
@@ -17,9 +23,11 @@ from torch import Tensor
 from cpcompile.ops.latent_steps import LATENT_KEYS, LatentStep
 from cpcompile.ops.shared_mixers import ALL, IN_PARTS, SPLIT_ALONG
 
+from ..graph.cp_attention import OPERATORS
 from ..graph.graph_pass import graph_pass
+from ..graph.memory_order import in_memory_order, memory_order
 from ..graph.mixer_calls import mixed_in_parts
-from ..graph.nodes import all_nodes
+from ..graph.nodes import all_nodes, fake_value, insert_call
 from ..graph.sequence_tokens import Wanted, wanted_of
 from .composition_rules import COMPOSITIONS
 
@@ -49,6 +57,7 @@ def l1_loss(
 
 
 _CALLS[F.l1_loss] = l1_loss
+_ATTENTION = {*OPERATORS.values()}
 
 
 @graph_pass()
@@ -57,6 +66,8 @@ def keep_calls(graph: fx.Graph, _: object) -> int:
     count = 0
     for node in all_nodes(graph):
         wanted = wanted_of(node)
+        if node.target in _ATTENTION:
+            _give_order(node)
         if node.target in _CALLS:
             node.target = _CALLS[node.target]
         elif wanted in _STEPS:
@@ -69,3 +80,17 @@ def keep_calls(graph: fx.Graph, _: object) -> int:
             continue
         count += 1
     return count
+
+
+def _give_order(node: fx.Node) -> None:
+    """Have those who read attention find it in the order of memory of one device."""
+    for out in [x for x in node.users if x.args == (node, 0)]:
+        value = fake_value(out)
+        if (order := memory_order(value)) is None:
+            continue
+        with node.graph.inserting_after(out):
+            args = (out, order)
+            call = insert_call(
+                node.graph, in_memory_order, args, like=node, value=value
+            )
+        out.replace_all_uses_with(call, functools.partial(operator.is_not, call))
