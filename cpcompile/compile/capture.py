@@ -59,13 +59,12 @@ def _check(ctx: Context) -> None:
     lacks = [
         f"inputs: {x.kind.value}"
         for x in ctx.inputs.values()
-        if x.kind is InputKind.KEPT or (x.kind is InputKind.OTHER_AXES and x.placements)
+        if x.kind is InputKind.OTHER_AXES and x.placements
     ]
     if lacks:
         raise RewriteError(
             f'cpcompile.config.graph is "joint", which lacks {lacks[0]}; needed '
-            '"model", or no writes into DTensors of the caller, and tokens that are no '
-            "chunks of other mesh axes"
+            '"model", or tokens that are no chunks of other mesh axes'
         )
 
 

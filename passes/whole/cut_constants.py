@@ -51,6 +51,8 @@ def constants(
     graph = call.module.graph
     inputs = graph.find_nodes(op="placeholder")
     for node in graph.nodes:
+        if node.target is aten.index_put.default and _writes_tokens(node, call, order):
+            return None
         if node.target not in _CUTS:
             continue
         source, dim = node.args[0], _dim_of(node)
@@ -76,6 +78,14 @@ def _is_looked_up(x: Any) -> bool:
 def is_cut(x: Any, order: TokenOrder) -> bool:
     """Tell whether the ranks of the sequence have parts of a value."""
     return isinstance(x, DTensor) and hasattr(x.placements[order.cp_axis.axis], "dim")
+
+
+def _writes_tokens(write: fx.Node, call: LocalCall, order: TokenOrder) -> bool:
+    """Tell whether a rank writes to places among its tokens, which are no others."""
+    indices: Any = write.args[1]
+    written = {dim for dim, at in enumerate(indices) if at is not None}
+    cut = (order.tokens_of(x) for x in call.operands if is_cut(x, order))
+    return any(x is not None and x[1].dim in written for x in cut)
 
 
 def _dim_of(cut: fx.Node) -> int:

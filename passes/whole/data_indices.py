@@ -6,6 +6,10 @@
 
 DTensor would gather what is read, K times the tokens. Ranks add their gradients up for
 all tokens, and each gets the sum for its own.
+
+    x[:, at] = y            x: [B, S, C] in parts along S, at: [K], y: [B, K, C]
+      ->
+    y in whole, of which each rank writes what lies in its part
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cpcompile.ops.dtensor.local_part import dtensor_of
 
 from ..graph.constant_arguments import MeshAxis
+from ..placement.written_rows import rows_of_rank
 
 aten = torch.ops.aten
 
@@ -40,6 +45,8 @@ def index_rules(
         aten._unsafe_index_put.default: _index_put,
         aten.index_select.default: _index_select,
         aten.index_add.default: _index_add,
+        aten.index_copy.default: _index_copy,
+        aten.select_scatter.default: _select_scatter,
         aten.gather.default: functools.partial(_gather, row_by_row),
         aten.scatter_add.default: functools.partial(_scatter_add, row_by_row),
     }
@@ -66,6 +73,10 @@ def _index_put(
     *,
     cp_axis: MeshAxis,
 ) -> Any:
+    given = [(dim, at) for dim, at in enumerate(indices) if at is not None]
+    writes_rows = not accumulate and len(given) == 1 and given[0][1].ndim == 1
+    if writes_rows and _is_on(cp_axis, x, Shard(given[0][0])):
+        return write_rows(cp_axis, x, values, *given[0])
     adds = accumulate and x.dtype.is_floating_point
     block = _Block.of(cp_axis, indices) if adds else None
     if block is None or not _is_on(cp_axis, values, Shard(block.dim)):
@@ -91,6 +102,32 @@ def _index_add(x: Any, dim: int, index: Any, values: Any, *, cp_axis: MeshAxis) 
         return aten.index_add.default(x, dim, index, values)
     own = _share(cp_axis, x), dim, index._local_tensor, values._local_tensor
     return _placed(aten.index_add.default(*own), values, cp_axis, Partial(), x.shape)
+
+
+def _index_copy(x: Any, dim: int, index: Any, values: Any, *, cp_axis: MeshAxis) -> Any:
+    if not _is_on(cp_axis, x, Shard(dim % x.ndim)):
+        return aten.index_copy.default(x, dim, index, values)
+    return write_rows(cp_axis, x, values, dim % x.ndim, index)
+
+
+def _select_scatter(
+    x: Any, values: Any, dim: int, index: int, *, cp_axis: MeshAxis
+) -> Any:
+    if not _is_on(cp_axis, x, Shard(dim % x.ndim)):
+        return aten.select_scatter.default(x, values, dim, index)
+    at = slice(index, index + 1 or None)
+    return write_rows(cp_axis, x, values.unsqueeze(dim), dim % x.ndim, at)
+
+
+def write_rows(cp_axis: MeshAxis, x: DTensor, rows: Any, dim: int, index: Any) -> Any:
+    """Return what x, in parts along a dimension, is after x[.., index, ..] = rows."""
+    if isinstance(index, DTensor):
+        index = _whole(index)
+    here, local = rows_of_rank(x, rows, dim, index), x._local_tensor
+    if here is not None:
+        target, new = here
+        local = aten.index_put.default(local, [None] * dim + [target], new)
+    return _placed(local, x, cp_axis, Shard(dim), x.shape)
 
 
 def _gather(

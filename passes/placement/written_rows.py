@@ -1,0 +1,56 @@
+"""Rows that are written into a tensor that is cut along them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cpcompile.geometry.layout import Chunks
+
+
+def rows_of_rank(
+    whole: DTensor, rows: Any, dim: int, index: Any
+) -> tuple[Tensor, Tensor] | None:
+    """Return (places, rows): what a rank writes into its part; None if nothing ever.
+
+    So that whole[..., index, ...] = rows, with the index in dimension `dim`, of which
+    each rank has a part. index: int64 [n], the same on every rank, or a slice. rows:
+    plain and the same on every rank, or a DTensor; [.., n, ..] or what can be expanded
+    to it.
+    """
+    length = whole.shape[dim]
+    local = whole._local_tensor
+    if isinstance(index, slice):
+        steps = index.indices(length)
+        index = torch.arange(*steps, device=local.device)
+    count, n = local.shape[dim], index.shape[0]
+    rows = _local_rows(whole, rows, dim, n)  # by all ranks, also by one without a part
+    if not (count and n):
+        return None
+    mesh, axis = whole.device_mesh, whole.placements.index(Shard(dim))
+    start = Chunks(length, mesh.size(axis)).start(mesh.get_local_rank(axis))
+    place = torch.where(index < 0, index + length, index) - start
+    mine = (place >= 0) & (place < count)
+    # Every rank writes n rows: its own, and in place of each row of another rank one of
+    # its own again, or, if it has none, what is there already.
+    first = mine.to(torch.int8).argmax(0, keepdim=True)
+    source = torch.where(mine, torch.arange(n, device=mine.device), first)
+    target = torch.where(mine, place, place.index_select(0, first).clamp(0, count - 1))
+    old = local.index_select(dim, target)
+    return target, torch.where(mine.any(), rows.index_select(dim, source), old)
+
+
+def _local_rows(whole: DTensor, rows: Any, dim: int, n: int) -> Tensor:
+    """Return all rows to be written, in this rank's part of the other dimensions."""
+    mesh = whole.device_mesh
+    if not isinstance(rows, DTensor):
+        everywhere = [Replicate()] * mesh.ndim
+        rows = DTensor.from_local(rows, mesh, everywhere, run_check=False)
+    shape = (*whole.shape[:dim], n, *whole.shape[dim + 1 :])
+    placements = [Replicate() if p == Shard(dim) else p for p in whole.placements]
+    placed = rows.expand(shape).redistribute(placements=placements)
+    local: Tensor = placed.to_local().to(whole.dtype)
+    return local
