@@ -22,6 +22,7 @@ from .model.normalize.fold_scans import fold_scans
 from .model.normalize.pad_convolutions import pad_convolutions
 from .pipeline import MODEL
 from .whole.ask_policies import ask_policies
+from .whole.begin_tokens import begin_tokens
 from .whole.keep_calls import keep_calls
 from .whole.keep_convolutions import keep_convolutions
 from .whole.keep_products import keep_products
@@ -42,6 +43,7 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
     pad_convolutions,
     fold_scans,
     exchange_mixers,
+    begin_tokens,
     keep_programs,
     keep_calls,  # last: it writes what the others mark
 )

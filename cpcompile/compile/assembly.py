@@ -94,8 +94,7 @@ def assemble(
         ctx, runs, frame.name, tiling, saving, folding, accounting.accounts
     )
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
-    if not whole:
-        warn_about_losses(gm, ctx, report, frame.nested)
+    warn_about_losses(gm, ctx, report, frame.nested)
     warn_of_no_tiles(options, tiling, frame.name)
     warn_of_budget(saving)
     warn_of_late_gradients(ctx, frame.name)

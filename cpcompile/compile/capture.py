@@ -31,7 +31,9 @@ aten = torch.ops.aten
 
 
 def captured(graph: fx.Graph, ctx: Context) -> None:
-    """Prepare Dynamo's graph, as the passes left it, for the trace; all ranks call this.
+    """Prepare Dynamo's graph, as the passes left it, for the trace.
+
+    All ranks call this.
 
     Raises: RewriteError for what the graph of the whole sequence lacks;
     RankMismatchError.

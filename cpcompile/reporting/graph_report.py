@@ -158,10 +158,9 @@ def part_of_attention(softmax: fx.Node, ctx: Context) -> str | None:
     "batch" for whole rows of its own entries of the batch, such as windows, or of its
     own heads; "rows" for its own queries, with the keys of all ranks; None for all.
     """
-    value = fake_value(softmax)
-    if not isinstance(value, DTensor):
-        return None
-    dim = getattr(value.placements[ctx.axis], "dim", None)
+    value, dim = fake_value(softmax), ctx.findings.rows_by_hand.get(softmax.name)
+    if isinstance(value, DTensor):
+        dim = getattr(value.placements[ctx.axis], "dim", None)
     if dim is None:
         return None
     return "batch" if dim < value.ndim - 2 else "rows"  # queries and keys are the last
@@ -238,7 +237,7 @@ class GraphReport:
             calls=tuple(CallReport.of(c, ctx) for c in ctx.findings.calls),
             passes=passes,
             gathered=tuple(ctx.findings.gathered_results),
-            distributed_calls=sum(sharded),
+            distributed_calls=sum(sharded) + ctx.findings.localised,
             relayouts_left=ctx.findings.relayouts,
             relayouts_cancelled=ctx.findings.relayouts_cancelled,
             inputs=_sharded_inputs(ctx),

@@ -239,6 +239,10 @@ class Findings:
     later_results: list[LaterResult] = field(default_factory=list)
     # shard_graph: results that leave whole: "add [2, 16, 8]"
     gathered_results: list[str] = field(default_factory=list)
+    # localise: softmaxes of attention by hand that are cut, by name: the dimension
+    rows_by_hand: dict[str, int] = field(default_factory=dict)
+    # localise: how many calls of the whole sequence there were
+    localised: int = 0
     # shard_graph: inputs that are cut where they meet sharded values, with dimension
     cut_inputs: list[tuple[str, int]] = field(default_factory=list)
     # shard_graph: values in which tokens begin, that no input has: "conv1d [2, 9, 8]"

@@ -23,6 +23,7 @@ from torch import Tensor
 from cpcompile.ops.latent_steps import LATENT_KEYS, LatentStep
 from cpcompile.ops.shared_mixers import ALL, IN_PARTS, SPLIT_ALONG
 
+from ..graph.context import Context
 from ..graph.cp_attention import OPERATORS
 from ..graph.graph_pass import graph_pass
 from ..graph.memory_order import in_memory_order, memory_order
@@ -60,10 +61,15 @@ _CALLS[F.l1_loss] = l1_loss
 _ATTENTION = {*OPERATORS.values()}
 
 
-@graph_pass()
-def keep_calls(graph: fx.Graph, _: object) -> int:
+BY_HAND = "cp_by_hand"  # in what AOTAutograd keeps of a softmax, "custom": its name
+
+
+@graph_pass(reads=("unmatched_attention", "row_parallel"))
+def keep_calls(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite the calls and marks; return how many."""
     count = 0
+    for node, _ in (*ctx.findings.unmatched_attention, *ctx.findings.row_parallel):
+        node.meta["custom"] = {**node.meta.get("custom", {}), BY_HAND: node.name}
     for node in all_nodes(graph):
         wanted = wanted_of(node)
         if node.target in _ATTENTION:

@@ -56,12 +56,14 @@ from .call_rules import CallRules
 from .cut_constants import constants
 from .edge_values import EdgeValues
 from .edges import Edges, placed_as
+from .keep_calls import BY_HAND
 from .local_calls import Decompositions, LocalCall, LocalCalls, copied, replicated
 from .local_values import Made, Pair, value_of
 from .order_tokens import order_tokens, relayouts
 from .other_axes import MOVE, Chunks, TokenWise, chunk_in_order, chunks_after, moved
 from .token_order import TokenOrder, in_order
 
+_SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
 _OURS = ("cp", WHOLE)  # operators that read what they need of a value that is whole
 
 
@@ -76,7 +78,7 @@ class WholeProgram:
     table: Decompositions
 
 
-@graph_pass(writes=("outputs", "gathered_results"))
+@graph_pass(writes=("outputs", "gathered_results", "rows_by_hand", "localised"))
 def localise(graph: fx.Graph, program: WholeProgram) -> int:
     """Rewrite the graph; return how many calls there were. All ranks call this."""
     ctx, joint = program.edges.ctx, graph.owning_module
@@ -158,6 +160,12 @@ class Localise(EdgeValues):
             node.meta["val"] = value
         if self.order.layout is not Layout.CONTIGUOUS:
             note_relayouts(self.ctx, relayouts(self.graph), self.order.calls)
+        findings = self.ctx.findings
+        for node, made in self.values.items():
+            name = node.meta.get("custom", {}).get(BY_HAND)
+            if name is not None and node.target in _SOFTMAX and self.is_shard(made):
+                findings.rows_by_hand[name] = made.placements[self.ctx.axis].dim
+        findings.localised = len(self.old)
         for name, reason in self.failed.items():
             warn_once(f"{name} runs on gathered tensors, because {reason}")
         return len(self.old)

@@ -1,0 +1,50 @@
+"""Share out the tokens of values in which they begin, where no input has them.
+
+    patches = flatten(conv(image, weight), 2)                  [B, C, 196]
+      ->
+    patches = cp_whole.split_along(patches, ALL, 2)
+
+Attention would share them out, but every rank would compute all that lies between.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.geometry.lengths import expected
+from cpcompile.ops.shared_mixers import ALL, SPLIT_ALONG
+
+from ..graph.context import Context
+from ..graph.cp_attention import is_cp_attention
+from ..graph.graph_pass import graph_pass
+from ..graph.mixer_calls import is_mixer
+from ..graph.nodes import all_nodes, fake_mode_of, fake_value, insert_call, module_path
+from ..graph.sequence_tokens import constraint
+from ..model.sharding.dim_flows import token_operands
+from ..model.sharding.sequence_dims import SequenceDims
+
+
+@graph_pass(writes=("token_origins",))
+def begin_tokens(graph: fx.Graph, ctx: Context) -> int:
+    """Insert the splits; return how many."""
+    operands = [
+        pair
+        for x in all_nodes(graph)
+        if is_cp_attention(x) or is_mixer(x) or x.target is constraint
+        for pair in token_operands(x)
+    ]
+    tokens = SequenceDims(graph, operands, fake_mode_of(graph), ctx.mesh, ctx.axis)
+    begins = [x for x in all_nodes(graph) if x in tokens.begins]
+    for node in begins:
+        dim, value = tokens.of(node), fake_value(node)
+        is_activation = isinstance(value, Tensor) and value.is_floating_point()
+        if dim is None or dim.outer > 1 or not is_activation:
+            continue
+        with node.graph.inserting_after(node):
+            args = (node, ALL, dim.dim)
+            split = insert_call(node.graph, SPLIT_ALONG, args, like=node, value=value)
+        node.replace_all_uses_with(split, delete_user_cb=split.__ne__)
+        shape = [expected(n) for n in value.shape]
+        ctx.findings.token_origins.append(f"{module_path(node)} {node.name} {shape}")
+    return len(ctx.findings.token_origins)
