@@ -239,9 +239,8 @@ class Findings:
     later_results: list[LaterResult] = field(default_factory=list)
     # shard_graph: results that leave whole: "add [2, 16, 8]"
     gathered_results: list[str] = field(default_factory=list)
-    # localise: softmaxes of attention by hand that are cut, by name: the dimension
+    # localise: softmaxes by hand, by name, with the dimension that is cut; all calls
     rows_by_hand: dict[str, int] = field(default_factory=dict)
-    # localise: how many calls of the whole sequence there were
     localised: int = 0
     # shard_graph: inputs that are cut where they meet sharded values, with dimension
     cut_inputs: list[tuple[str, int]] = field(default_factory=list)

@@ -14,23 +14,25 @@ from cpcompile.geometry.layout import Chunks
 def rows_of_rank(
     whole: DTensor, rows: Any, dim: int, index: Any
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (places, rows): what a rank writes into its part; None if nothing ever.
+    """Return (places, rows) of whole[.., index, ..] = rows in this rank's part.
 
-    So that whole[..., index, ...] = rows, with the index in dimension `dim`, of which
-    each rank has a part. index: int64 [n], the same on every rank, or a slice. rows:
-    plain and the same on every rank, or a DTensor; [.., n, ..] or what can be expanded
-    to it.
+    index: in dimension `dim`, int64 [n], the same on every rank, or a slice. rows: the
+    same on every rank, or a DTensor; [.., n, ..] or what expands to it.
     """
-    length = whole.shape[dim]
-    local = whole._local_tensor
+    length, local, mesh = whole.shape[dim], whole._local_tensor, whole.device_mesh
     if isinstance(index, slice):
-        steps = index.indices(length)
-        index = torch.arange(*steps, device=local.device)
+        index = torch.arange(*index.indices(length), device=local.device)
     count, n = local.shape[dim], index.shape[0]
-    rows = _local_rows(whole, rows, dim, n)  # by all ranks, also by one without a part
+    if not isinstance(rows, DTensor):
+        everywhere = [Replicate()] * mesh.ndim
+        rows = DTensor.from_local(rows, mesh, everywhere, run_check=False)
+    placements = [Replicate() if p == Shard(dim) else p for p in whole.placements]
+    rows = rows.expand((*whole.shape[:dim], n, *whole.shape[dim + 1 :]))
+    # By all ranks, also by one without a part.
+    rows = rows.redistribute(placements=placements).to_local().to(whole.dtype)
     if not (count and n):
         return None
-    mesh, axis = whole.device_mesh, whole.placements.index(Shard(dim))
+    axis = whole.placements.index(Shard(dim))
     start = Chunks(length, mesh.size(axis)).start(mesh.get_local_rank(axis))
     place = torch.where(index < 0, index + length, index) - start
     mine = (place >= 0) & (place < count)
@@ -41,16 +43,3 @@ def rows_of_rank(
     target = torch.where(mine, place, place.index_select(0, first).clamp(0, count - 1))
     old = local.index_select(dim, target)
     return target, torch.where(mine.any(), rows.index_select(dim, source), old)
-
-
-def _local_rows(whole: DTensor, rows: Any, dim: int, n: int) -> Tensor:
-    """Return all rows to be written, in this rank's part of the other dimensions."""
-    mesh = whole.device_mesh
-    if not isinstance(rows, DTensor):
-        everywhere = [Replicate()] * mesh.ndim
-        rows = DTensor.from_local(rows, mesh, everywhere, run_check=False)
-    shape = (*whole.shape[:dim], n, *whole.shape[dim + 1 :])
-    placements = [Replicate() if p == Shard(dim) else p for p in whole.placements]
-    placed = rows.expand(shape).redistribute(placements=placements)
-    local: Tensor = placed.to_local().to(whole.dtype)
-    return local

@@ -51,10 +51,7 @@ def kept_write(known: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
     later.
     """
     value = known.value(base)
-    written_rows, name = (
-        _rows_written(known, node),
-        _caller_input(known, base),
-    )
+    written_rows, name = _rows_written(known, node), _caller_input(known, base)
     if written_rows is None or value.placements.count(Shard(written_rows[0])) != 1:
         raise RewriteError(
             f"{node.name} at {where(node)} writes into {name}, a DTensor with "
@@ -64,12 +61,7 @@ def kept_write(known: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
         )
     _refuse_views(known, node, base)
     dim, index, rows = written_rows
-    row_values = known.value(rows)
-    if (
-        isinstance(row_values, Tensor)
-        and row_values.requires_grad
-        and known.ctx.backward
-    ):
+    if known.ctx.backward and getattr(known.value(rows), "requires_grad", False):
         raise RewriteError(
             f"{node.name} at {where(node)} writes rows that need a gradient into "
             f"{name}, which the caller keeps; needed torch.no_grad() around the "
@@ -104,11 +96,7 @@ def _refuse_views(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
 
 
 def cp_write_rows(whole: DTensor, rows: Any, dim: int, index: Any) -> DTensor:
-    """Write whole[..., index, ...] = rows in place, with the index in dimension `dim`.
-
-    index: int64 [n], the same on every rank, or a slice. rows: plain and the same on
-    every rank, or a DTensor; [.., n, ..] or what can be expanded to it.
-    """
+    """Write whole[..., index, ...] = rows in place, see rows_of_rank."""
     rows_here = rows_of_rank(whole, rows, dim, index)
     if rows_here is not None:
         whole._local_tensor.index_copy_(dim, *rows_here)
@@ -140,10 +128,6 @@ def _rows_written(known: GraphValues, node: fx.Node) -> tuple[int, Any, Any] | N
         positions = isinstance(value, Tensor) and value.ndim == 1
         if not positions or value.dtype == torch.bool:
             return None
-    elif not isinstance(item, slice) or _has_nodes(item):
+    elif not isinstance(item, slice) or fx.map_arg(item, str) != item:  # has nodes
         return None
     return dim, item, arguments["value"]
-
-
-def _has_nodes(item: slice) -> bool:
-    return any(isinstance(x, fx.Node) for x in (item.start, item.stop, item.step))
