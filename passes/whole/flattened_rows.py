@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from cpcompile.geometry.lengths import hashable
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_private import pytree
@@ -79,7 +80,7 @@ def _answer(
     """Return the placements of the results; None if the call is to run as it is."""
     axes = {tuple(isinstance(p, StridedShard) for p in x.placements) for x in cut}
     others = [p for x in leaves for p in placements_of(x) if p.is_partial()]
-    if len(axes) > 1 or others or len({(_pieces(x), _rows(x)) for x in cut}) > 1:
+    if len(axes) > 1 or others or len({_kind(x) for x in cut}) > 1:
         return None
     try:
         with disable_proxy_modes_tracing(), _NoMessages():  # type: ignore[no-untyped-call]
@@ -121,7 +122,7 @@ def _placed(x: Tensor, placements: tuple[Any, ...], like: DTensor) -> DTensor:
     pieces, sizes, strided = _pieces(like), list(x.shape), []
     for p, known in pairs:
         if isinstance(p, Shard) and isinstance(known, StridedShard):
-            sizes[p.dim] = _rows(like)
+            sizes[p.dim] = like.shape[_rows_dim(like)]
             p = StridedShard(p.dim, split_factor=pieces)
         strided.append(p)
     shape = torch.Size(sizes)
@@ -136,13 +137,13 @@ def _pieces(x: DTensor) -> Any:
     return next(p.split_factor for p in x.placements if isinstance(p, StridedShard))
 
 
+def _kind(x: DTensor) -> tuple[Any, object]:
+    return _pieces(x), hashable(x.shape[_rows_dim(x)])
+
+
 def _rows_dim(x: DTensor) -> int:
     (dim,) = {p.dim for p in x.placements if isinstance(p, StridedShard)}
     return dim
-
-
-def _rows(x: DTensor) -> Any:
-    return x.shape[_rows_dim(x)]
 
 
 # Arguments that may be the number of all rows.

@@ -38,7 +38,7 @@ from torch.fx.experimental.proxy_tensor import py_sym_types
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
-from cpcompile.geometry.lengths import LengthNotSymbolic, hashable
+from cpcompile.geometry.lengths import hashable
 from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.latent_steps import WHOLE
@@ -430,8 +430,6 @@ class Localise(EdgeValues):
         lengths = [n for n, x in layouts.items() if x is not Layout.CONTIGUOUS]
         if not lengths:
             return None
-        if self.ctx.length is not None:
-            raise LengthNotSymbolic("its tokens are laid out")
         calls = sum(plan.layout is not Layout.CONTIGUOUS for _, plan in plans)
         layout = layouts[lengths[0]]
         order = replace(self.order, layout=layout, lengths=lengths, calls=calls)
