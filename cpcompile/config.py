@@ -99,7 +99,7 @@ offload_activations: bool = False
 whole_mask_share: float = 1.0
 
 # The graph that is sharded: "model" is Dynamo's; "joint" is AOTAutograd's, forward and
-# backward, which lacks tensor parallelism so far.
+# backward.
 graph: Literal["model", "joint"] = "model"
 
 if TYPE_CHECKING:

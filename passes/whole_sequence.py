@@ -15,6 +15,7 @@ from .model.latents.find_latents import find_latents
 from .model.masks.rewrite_masks import rewrite_masks
 from .model.mixers.exchange_mixers import exchange_mixers
 from .model.mixers.find_windows import find_windows
+from .model.mixers.split_pairs_by_rows import split_pairs_by_rows
 from .model.moe.fold_moe_dispatch import fold_moe_dispatch
 from .model.normalize.cut_before_products import cut_before_products
 from .model.normalize.fold_kv_repeat import fold_kv_repeat
@@ -42,6 +43,7 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
     ask_policies,
     pad_convolutions,
     fold_scans,
+    split_pairs_by_rows,
     exchange_mixers,
     begin_tokens,
     keep_programs,

@@ -25,6 +25,7 @@ PASSES = ROOT / "passes"
 FAMILIES = "families.md"
 _TUPLES = {
     "MODEL": "On the graph that Dynamo makes, of the whole sequence",
+    "CAPTURED": "On the graph that Dynamo makes, before the joint graph is traced",
     "WHOLE": "On the joint graph of the whole sequence, by `cp.config.graph`",
     "JOINT": "On the joint graph of forward and backward that AOTAutograd makes",
     "LOCAL": "On the graphs of one rank, in Inductor's compilation",
@@ -107,10 +108,18 @@ def passes() -> str:
     ]
     orders = [PASSES / "pipeline.py", PASSES / "whole_sequence.py"]
     text = "".join(x.read_text(encoding="utf-8") for x in orders)
+    described = set()
     for name, title in _TUPLES.items():
         lines += ["", f"## {title}"]
         for run, reason in _tuple(text, name):
-            lines += _pass(run, _module(text, run), reason)
+            if run.startswith("*"):  # *MODEL[: MODEL.index(cut_before_products)]
+                until = run.partition("index(")[2].rstrip("])")
+                lines += ["", f"- those above, until `{until}`: {reason}"]
+            elif run in described:
+                lines += ["", f"- `{run}`, as above"]
+            else:
+                lines += _pass(run, _module(text, run), reason)
+                described.add(run)
     lines += ["", "## In no tuple"]
     for run, (path, place) in _BESIDE.items():
         lines += _pass(run, PASSES / path, place)

@@ -1,10 +1,11 @@
 """Write what AOTAutograd would take apart, or not see, as calls that it traces.
 
-cp.ulysses_attention(q, k, v, ...)  ->  cp_whole.ulysses_attention(q, k, v, ...)
-constraint(latent, KEY_SOURCE)      ->  cp_whole.latent_keys(latent, "gather")
-constraint(x, EXCHANGED, 1, 2)      ->  cp_whole.split_along(x, 1, 2)
-mixed_in_parts([q, k, v])           ->  cp_whole.mixer_in_parts([q, k, v])
-out = cp.ring_attention(q, ...)[0]  ->  in_memory_order(out, (0, 2, 1, 3))
+    cp.ulysses_attention(q, k, v, ...)  ->  cp_whole.ulysses_attention(q, k, v, ...)
+    constraint(latent, KEY_SOURCE)      ->  cp_whole.latent_keys(latent, "gather")
+    constraint(x, EXCHANGED, 1, 2)      ->  cp_whole.split_along(x, 1, 2)
+    constraint(keys, ALL_ROWS, 2)       ->  cp_whole.split_along(keys, 2, ALL)
+    mixed_in_parts([q, k, v])           ->  cp_whole.mixer_in_parts([q, k, v])
+    out = cp.ring_attention(q, ...)[0]  ->  in_memory_order(out, (0, 2, 1, 3))
 
 The last is where attention on one device has another order in memory than ours: random
 numbers are drawn in it, and what joins the heads copies nothing.
@@ -82,6 +83,9 @@ def keep_calls(graph: fx.Graph, ctx: Context) -> int:
             x, _, source, target = node.args
             node.target = SPLIT_ALONG
             node.args = (x, source, ALL if target is None else target)
+        elif wanted is Wanted.ALL_ROWS:
+            x, _, dim = node.args
+            node.target, node.args = SPLIT_ALONG, (x, dim, ALL)
         else:
             continue
         count += 1
