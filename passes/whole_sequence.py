@@ -27,6 +27,7 @@ from .whole.begin_tokens import begin_tokens
 from .whole.keep_calls import keep_calls
 from .whole.keep_convolutions import keep_convolutions
 from .whole.keep_products import keep_products
+from .whole.leave_for_later import leave_for_later
 from .whole.localise import WholeProgram, localise
 from .whole.row_programs import keep_programs
 
@@ -46,6 +47,7 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
     split_pairs_by_rows,
     exchange_mixers,
     begin_tokens,
+    leave_for_later,
     keep_programs,
     keep_calls,  # last: it writes what the others mark
 )

@@ -82,7 +82,9 @@ class Edges:
         """Decide how a result leaves; return its placements."""
         if place not in self.results:
             is_others = self.ctx.findings.outputs[place] is not None
-            self.results[place] = None if is_others else self._leaves(node, value)
+            self.results[place] = (
+                None if is_others else self._leaves(place, node, value)
+            )
         known = self.results[place]
         return self.everywhere if known is None else known.placements
 
@@ -92,11 +94,12 @@ class Edges:
         assert known is not None, "it leaves as a shard"
         self.results[place] = replace(known, layout=layout)
 
-    def _leaves(self, node: fx.Node, value: Any) -> OutputPlacement | None:
+    def _leaves(self, place: int, node: fx.Node, value: Any) -> OutputPlacement | None:
         if not isinstance(value, DTensor):
             return None
         ctx, shards = self.ctx, any(hasattr(p, "dim") for p in value.placements)
-        if not (ctx.takes_dtensors or ctx.keeps_layout):
+        later = place in [x.number for x in ctx.findings.later_results]
+        if not (ctx.takes_dtensors or ctx.keeps_layout or later):
             if not shards:
                 return None
             if is_gathered(node, value, ctx):

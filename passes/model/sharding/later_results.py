@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cpcompile.geometry.lengths import is_symbol
 
 from ...flow.widening_product import WidenedValue
-from ...graph.context import PARAMETERS, LaterResult
+from ...graph.context import PARAMETERS, Context, LaterResult
 from ...graph.effects import is_in_place
 from ...placement.graph_writer import GraphWriter
 from ...placement.placement_calls import cp_replicate, cp_unreduced
@@ -48,23 +48,23 @@ def later_result(
     placement = value.placements[ctx.axis]
     if type(placement) is not Shard or not all(p.is_replicate() for p in others):
         return None
-    if not _is_read(result) or _changes_autocast(result.graph):
+    if not is_read(result) or changes_autocast(result.graph):
         return None
-    widened = WidenedValue.of(result, placement.dim, _is_functional)
+    widened = WidenedValue.of(result, placement.dim, is_functional)
     if widened is None or [*widened.read.values()] != [placement.dim]:
         return None
     (source,) = widened.read
     of_source = writer.value(source)
     if not isinstance(of_source, DTensor) or of_source.placements != value.placements:
         return None
-    program = _Program(writer, source)
+    program = LaterProgram(ctx, source)
     if not program.copies(widened.calls):
         return None
     name = f"{result.name} {list(value.shape)}"
     return source, LaterResult(number, program.finished(result), program.inputs, name)
 
 
-def _is_read(result: fx.Node) -> bool:
+def is_read(result: fx.Node) -> bool:
     """Tell whether another result is made of one, as a loss."""
     waiting, seen = [result], set[fx.Node]()
     while waiting:
@@ -79,23 +79,23 @@ def _is_read(result: fx.Node) -> bool:
     return False
 
 
-def _is_functional(node: fx.Node, calls: Collection[fx.Node]) -> bool:
+def is_functional(node: fx.Node, calls: Collection[fx.Node]) -> bool:
     return not is_in_place(node)
 
 
-def _changes_autocast(graph: fx.Graph) -> bool:
+def changes_autocast(graph: fx.Graph) -> bool:
     """Tell whether calls may run under another autocast than around the program."""
     return any(x.target is torch.amp.autocast_mode._enter_autocast for x in graph.nodes)
 
 
-class _Program:
+class LaterProgram:
     """Copies of calls of the graph, which take the source and inputs of the graph."""
 
-    def __init__(self, writer: GraphWriter, source: fx.Node) -> None:
-        self._places = {node: i for i, node in enumerate(writer.ctx.inputs)}
-        self._kinds = {node: x.kind for node, x in writer.ctx.inputs.items()}
-        self._graph = fx.Graph()
-        self._copies = {source: self._graph.placeholder("source")}
+    def __init__(self, ctx: Context, source: fx.Node) -> None:
+        self._places = {node: i for i, node in enumerate(ctx.inputs)}
+        self._kinds = {node: x.kind for node, x in ctx.inputs.items()}
+        self.graph = fx.Graph()
+        self._copies = {source: self.graph.placeholder("source")}
         self._inputs: list[int] = []
 
     @property
@@ -111,14 +111,18 @@ class _Program:
             return False
         for node in weights:
             if node.op == "placeholder":
-                self._copies[node] = self._graph.placeholder(node.name)
+                self._copies[node] = self.entered(self.graph.placeholder(node.name))
                 self._inputs.append(self._places[node])
         for node in (*weights, *calls):
             if node.op != "placeholder":
-                copy = self._graph.node_copy(node, self._copies.__getitem__)
+                copy = self.graph.node_copy(node, self._copies.__getitem__)
                 copy.meta = {}
                 self._copies[node] = copy
         return True
+
+    def entered(self, weight: fx.Node) -> fx.Node:
+        """Return what calls read of a parameter."""
+        return weight
 
     def _follows(self, node: fx.Node, found: dict[fx.Node, None]) -> bool:
         """Add a parameter, or calls that make a weight of some, in order."""
@@ -142,6 +146,6 @@ class _Program:
         return True
 
     def finished(self, result: fx.Node) -> fx.Graph:
-        self._graph.output(self._copies[result])
-        self._graph.lint()
-        return self._graph
+        self.graph.output(self._copies[result])
+        self.graph.lint()
+        return self.graph
