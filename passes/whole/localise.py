@@ -216,11 +216,13 @@ class Localise(EdgeValues):
         """Compute this rank's part of a plain value, if that takes no message."""
         parts = self.parts[laid_out]
         if node.target is SPLIT_ALONG:
-            target: Any = node.args[2]
+            how: Any = node.args[1:]
+            source, target = how
             if target != ALL:
                 whole = replicated(self.values[node], self.ctx.mesh)
                 to = self.edges.on_axis(Shard(target))
-                parts[node] = self.cut(whole, self.local[node], to, False)
+                begins = laid_out and source == ALL  # tokens, not heads for them
+                parts[node] = self.cut(whole, self.local[node], to, begins)
             return
         if node.target is MOVE or all(x not in parts for x in node.all_input_nodes):
             return
