@@ -155,14 +155,14 @@ def _inner_compile(
     def compile_and_check(
         gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> Any:
-        if whole:
-            # Shards are smaller than the inputs that AOTAutograd has traced, and local
-            # calls are decomposed by Inductor's own table.
+        is_backward = bool(kwargs.get("is_backward"))
+        if whole and not is_backward:
+            # Shards are smaller than the inputs that AOTAutograd has traced.
             placeholders = gm.graph.find_nodes(op="placeholder")
             pairs = zip(placeholders, inputs, strict=True)
             inputs = [node.meta.get("val", x) for node, x in pairs]
+        if whole:  # local calls are decomposed by Inductor's own table
             kwargs.pop("get_decomp_fn", None)
-        is_backward = bool(kwargs.get("is_backward"))
         direction = "backward" if is_backward else "forward"
         if accounting is not None:
             accounting.read(gm, is_backward, _joined(gm.graph) if joins else {})

@@ -44,7 +44,7 @@ def body_of(part: RegionPart, leaving: Leaving, size: int) -> fx.GraphModule:
     for i, node in enumerate(part.inputs):
         axis, value = part.axis(node), value_of(node)
         if axis is not None:
-            value = value.new_empty(sizes_of(value, axis, size))
+            value = value.as_strided(sizes_of(value, axis, size), value.stride())
         copies[node] = _placeholder(graph, f"operand_{i}", value)
     totals = {}
     for i, node in enumerate(leaving.sums):
