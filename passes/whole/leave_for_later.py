@@ -22,12 +22,12 @@ from cpcompile.options import GradSync
 from ..flow.widening_product import WidenedValue
 from ..graph.constant_arguments import MeshAxis
 from ..graph.context import Context, InputKind, LaterResult
+from ..graph.effects import is_in_place
 from ..graph.graph_pass import graph_pass
 from ..graph.nodes import fake_value, output_nodes
 from ..model.sharding.later_results import (
     LaterProgram,
     changes_autocast,
-    is_functional,
     is_read,
 )
 from ..model.sharding.program_outputs import is_gathered
@@ -68,7 +68,9 @@ def _source(result: fx.Node, ctx: Context) -> tuple[fx.Node, WidenedValue] | Non
         return None
     lengths = {*map(expected, ctx.sequence_lengths())}
     dims = [dim for dim in range(1, value.ndim - 1) if value.shape[dim] in lengths]
-    widened = WidenedValue.of(result, dims[0], is_functional) if dims else None
+    if not dims:
+        return None
+    widened = WidenedValue.of(result, dims[0], lambda x, _: not is_in_place(x))
     if widened is None or [*widened.read.values()] != dims[:1]:
         return None
     stays = ctx.takes_dtensors or ctx.keeps_layout

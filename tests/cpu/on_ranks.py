@@ -3,6 +3,7 @@
     @on_ranks(2)                            on two ranks
     @on_ranks("world")                      on as many as the argument of that name says
     @on_ranks(lambda case: case.world)      as its arguments say
+    @on_ranks(2, graphs=BOTH)               by each of cpcompile.config.graph
 
 The arguments are pickled. A body gives nothing back: what ranks have to agree on is for
 a test that calls `pools[world].run` itself.
@@ -16,22 +17,26 @@ import gc
 import inspect
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from _pytest.assertion.rewrite import rewrite_asserts
+
+from cpcompile import config
 
 # The own limit of a test, by pytest-timeout, is a little longer.
 SECONDS = 170.0
 
 World = int | str | Callable[..., int]
+BOTH = ("model", "joint")
 
 
 def on_ranks(
-    world: World = 2, timeout: float = SECONDS
+    world: World = 2, timeout: float = SECONDS, graphs: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a test; `timeout` is in seconds."""
 
@@ -46,22 +51,27 @@ def on_ranks(
             elif callable(world):
                 asked = inspect.signature(world).parameters
                 ranks = world(**{name: given[name] for name in asked})
+            graph = given.pop("graph") if graphs else config.graph
             where = (inspect.getfile(body), body.__module__, body.__name__)
-            pools[ranks].run(run_body, *where, pickle.dumps(given), timeout=timeout)
+            call = (run_body, *where, pickle.dumps(given), graph)
+            pools[ranks].run(*call, timeout=timeout)
 
-        of_pools = inspect.Parameter("pools", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        signature = inspect.Signature([of_pools, *parameters.values()])
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = ("pools", "graph") if graphs else ("pools",)
+        more = [inspect.Parameter(x, kind) for x in names]
+        signature = inspect.Signature([*more, *parameters.values()])
         vars(test).update(__signature__=signature, body=body)
-        return test
+        return pytest.mark.parametrize("graph", graphs)(test) if graphs else test
 
     return decorate
 
 
-def run_body(path: str, module: str, name: str, given: bytes) -> None:
+def run_body(path: str, module: str, name: str, given: bytes, graph: str) -> None:
     """Run the body of a test on this rank."""
     test = getattr(load(path, module), name)
     torch.manual_seed(0)  # whatever the file has drawn
-    test.body(**pickle.loads(given))
+    with config.patch(graph=graph):
+        test.body(**pickle.loads(given))
 
 
 def load(path: str, name: str) -> ModuleType:

@@ -50,7 +50,7 @@ def later_result(
         return None
     if not is_read(result) or changes_autocast(result.graph):
         return None
-    widened = WidenedValue.of(result, placement.dim, is_functional)
+    widened = WidenedValue.of(result, placement.dim, lambda x, _: not is_in_place(x))
     if widened is None or [*widened.read.values()] != [placement.dim]:
         return None
     (source,) = widened.read
@@ -77,10 +77,6 @@ def is_read(result: fx.Node) -> bool:
                 seen.add(user)
                 waiting.append(user)
     return False
-
-
-def is_functional(node: fx.Node, calls: Collection[fx.Node]) -> bool:
-    return not is_in_place(node)
 
 
 def changes_autocast(graph: fx.Graph) -> bool:

@@ -41,7 +41,7 @@ from tests.cpu.composition.training import (
     shard_blocks,
     train,
 )
-from tests.cpu.on_ranks import on_ranks
+from tests.cpu.on_ranks import BOTH, on_ranks
 from tests.support.bounds import Deviation, check
 
 
@@ -228,11 +228,10 @@ def in_the_graphs(graphs: list[dead_collectives.Partition], mesh: DeviceMesh) ->
     return found
 
 
-@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize("sharded", ["tokens", "heads"])
 @pytest.mark.parametrize("strategy", ATTENTION)
-@on_ranks(4)
-def test_what_a_step_sends(sharded, strategy, graph) -> None:
+@on_ranks(4, graphs=BOTH)
+def test_what_a_step_sends(sharded, strategy) -> None:
     """What tp sends alone, what attention sends, and sums of gradients.
 
     The one gather over cp brings the logits together, because the loss is outside. No
@@ -247,7 +246,7 @@ def test_what_a_step_sends(sharded, strategy, graph) -> None:
     model = parallelized(mesh, sharded == "tokens")
     options = {"mesh": mesh, "inner": "aot_eager", "strategy": strategy}
     call = torch.compile(model, backend="cp", fullgraph=True, options=options)
-    with cp.config.patch(graph=graph), dead_collectives.partitions() as graphs:
+    with dead_collectives.partitions() as graphs:
         loss_of(call(batch[0]), batch[1]).backward()
     ours, in_graph = profiled(call, *batch), in_the_graphs(graphs, mesh)
     parameters = len(placements)

@@ -17,9 +17,8 @@ from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import run
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.model_cases import check_model, run_model
-from tests.cpu.on_ranks import on_ranks
+from tests.cpu.on_ranks import BOTH, on_ranks
 from tests.support.bounds import check, deviations
-from tests.support.settings import split
 
 LAYOUTS = ("zigzag", "striped", "fold")
 RING = {"strategy": "ring"}
@@ -55,18 +54,17 @@ CASES = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize(
     ("name", "seq", "world", "door", "layout", "options", "left"), CASES, ids=str
 )
-@on_ranks("world", timeout=240)
-def test_training_step(name, seq, world, door, layout, options, left, graph):
-    options = {"inner": "aot_eager", "layout": layout, "graph": graph} | options
+@on_ranks("world", timeout=240, graphs=BOTH)
+def test_training_step(name, seq, world, door, layout, options, left):
+    options = {"inner": "aot_eager", "layout": layout} | options
     run = run_model(name, seq, world, door, options)
     check_model(name, seq, run["values"], torch.distributed.get_rank())
     assert run["layouts"] == [layout] * 2
     if left is not None:  # the joint graph gathers ids
-        left -= graph == "joint" and door == "dtensor"
+        left -= cp.config.graph == "joint" and door == "dtensor"
         assert run["relayouts"] == [(left, 8 - left)]
 
 
@@ -115,12 +113,9 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize(("kinds", "seq", "world", "dropout", "left", "layout"), MIXED)
-@on_ranks("world")
-def test_around_a_call_that_mixes_tokens(
-    kinds, seq, world, dropout, left, layout, graph
-):
+@on_ranks("world", graphs=BOTH)
+def test_around_a_call_that_mixes_tokens(kinds, seq, world, dropout, left, layout):
     torch._dynamo.reset()
     model = Mixed(kinds, dropout).double()
     inputs = [torch.randn(2, n, 16, dtype=torch.float64) for n in (seq, 11)]
@@ -131,9 +126,8 @@ def test_around_a_call_that_mixes_tokens(
         inputs = [cp.shard(x, mesh, 1) for x in inputs]
     else:
         options |= {"mesh": sequence_mesh(world), "shard": {"x": 1, "words": 1}}
-    options, settings = split(options | {"graph": graph})
     step = torch.compile(model, backend="cp", options=options)
-    with settings, recording() as reports:
+    with recording() as reports:
         found = run(step, inputs, model)
     check(deviations(found, exact))
     (report,) = reports

@@ -128,9 +128,10 @@ OTHERS = [
     Case("small_gpt", (67, 64, 33, 90, 65), how=RING | {"layout": "zigzag"}),
 ]
 # The joint graph pads nothing: uneven lengths have one program, and even ones another.
+BALANCE = {"layout": "zigzag"}
 CONTIGUOUS = RING | {"graph": "joint", "layout": "contiguous"}
 JOINT = [
-    Case("small_gpt", (67, 64, 33, 90, 65), [0, 1, 0, 1, 0], how=CONTIGUOUS),
+    Case("small_gpt", (67, 64, 33, 90, 65), [0, 1, 0, 1, 0], how=CONTIGUOUS | BALANCE),
     Case("window", (67, 65, 33, 90, 34), [0, 0, 1, 1, 0], ranks=3, how=CONTIGUOUS),
     Case("attention", (64, 32, 96), how=CONTIGUOUS | {"door": "dtensor"}),
 ]

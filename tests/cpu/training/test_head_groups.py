@@ -13,7 +13,7 @@ import cpcompile as cp
 from cpcompile import config
 from cpcompile.accounting.graph_account import GraphDirection, Kind, Purpose
 from tests.cpu.against_one_process import compare, compare_calls, hidden_states
-from tests.cpu.on_ranks import on_ranks
+from tests.cpu.on_ranks import BOTH, on_ranks
 
 HEADS, DIM, WIDTH = 12, 8, 24
 
@@ -66,13 +66,13 @@ CASES = [
     for kv_heads in (12, 3, 2)
     for documents in (False, True)
     for tokens, world in ((37, 2), (41, 3), (32, 2))
-    for how in ("plain", "dtensor", "checkpoint", "inductor", "joint")
+    for how in ("plain", "dtensor", "checkpoint", "inductor")
 ]
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("kv_heads", "documents", "tokens", "world", "how"), CASES)
-@on_ranks("world", timeout=200)
+@on_ranks("world", timeout=200, graphs=BOTH)
 def test_it_equals_one_process(kv_heads, documents, tokens, world, how):
     def make() -> nn.Module:
         return Layers(kv_heads, documents, again=how == "checkpoint")
@@ -80,8 +80,7 @@ def test_it_equals_one_process(kv_heads, documents, tokens, world, how):
     options = {"strategy": "ulysses"}
     options["inner"] = "inductor" if how == "inductor" else "aot_eager"
     door = "dtensor" if how == "dtensor" else "plain"
-    graph = "joint" if how == "joint" else "model"
-    with config.patch(memory_budget=budget(kv_heads, tokens, world), graph=graph):
+    with config.patch(memory_budget=budget(kv_heads, tokens, world)):
         found = compare(make, (2, tokens, WIDTH), world, door, **options)
     found.check()
     assert found.warnings == []
@@ -100,13 +99,13 @@ def test_one_program_for_many_lengths():
 Sent = dict[tuple[GraphDirection, Kind], tuple[int, int]]
 
 
-def exchanged(kv_heads: int, limit: int | str, graph: str) -> tuple[Sent, float]:
+def exchanged(kv_heads: int, limit: int | str) -> tuple[Sent, float]:
     """Messages and bytes of attention that a training step receives, and its work.
 
     The work is that of a rank over that of one device.
     """
     model = Layers(kv_heads, documents=False, again=False).double()
-    with config.patch(memory_budget=limit, graph=graph):
+    with config.patch(memory_budget=limit):
         step = compare_calls(model, [hidden_states(40, WIDTH)], 2, strategy="ulysses")
     found: Sent = {}
     for e in step.exchanges:
@@ -117,12 +116,11 @@ def exchanged(kv_heads: int, limit: int | str, graph: str) -> tuple[Sent, float]
     return found, sum(x.flops for x in work) / sum(x.whole_flops for x in work)
 
 
-@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize("kv_heads", [12, 2])
-@on_ranks(2)
-def test_groups_send_the_same_bytes(kv_heads, graph):
-    whole, share = exchanged(kv_heads, "auto", graph)
-    some, same_share = exchanged(kv_heads, budget(kv_heads, 40, 2), graph)
+@on_ranks(2, graphs=BOTH)
+def test_groups_send_the_same_bytes(kv_heads):
+    whole, share = exchanged(kv_heads, "auto")
+    some, same_share = exchanged(kv_heads, budget(kv_heads, 40, 2))
     assert same_share == pytest.approx(share) == pytest.approx(0.5, rel=0.02)
     for direction in (GraphDirection.FORWARD, GraphDirection.BACKWARD):
         messages, size = whole[direction, Kind.ALL_TO_ALL]

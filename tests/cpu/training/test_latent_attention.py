@@ -13,7 +13,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cpcompile import config
 from cpcompile.accounting.graph_account import GraphDirection, Kind, Purpose
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import (
@@ -23,7 +22,7 @@ from tests.cpu.against_one_process import (
     hidden_states,
 )
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.on_ranks import on_ranks
+from tests.cpu.on_ranks import BOTH, on_ranks
 from tests.support.latent_attention import LATENT, ROPE, WIDTH, TwoLayers
 
 FLOAT64 = 8  # bytes
@@ -55,13 +54,13 @@ CASES = [
     for name in MODULES
     for world, batch, tokens in ((2, 2, 37), (3, 1, 41), (2, 1, 32))
     for layout in ("contiguous", "zigzag")
-    for how in ("plain", "dtensor", "checkpoint", "inductor", "joint")
+    for how in ("plain", "dtensor", "checkpoint", "inductor")
 ]
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("module", "world", "batch", "tokens", "layout", "how"), CASES)
-@on_ranks("world", timeout=200)
+@on_ranks("world", timeout=200, graphs=BOTH)
 def test_it_equals_one_process(module, world, batch, tokens, layout, how):
     def make() -> nn.Module:
         model = TwoLayers(*MODULES[module])
@@ -70,8 +69,7 @@ def test_it_equals_one_process(module, world, batch, tokens, layout, how):
     options = {"strategy": "latents", "layout": layout}
     options["inner"] = "inductor" if how == "inductor" else "aot_eager"
     door = "dtensor" if how == "dtensor" else "plain"
-    with config.patch(graph="joint" if how == "joint" else "model"):
-        comparison = compare(make, (batch, tokens, WIDTH), world, door, **options)
+    comparison = compare(make, (batch, tokens, WIDTH), world, door, **options)
     comparison.check()
     # Of layouts that another test of these processes has used.
     assert all("takes tokens in order" in x for x in comparison.warnings)
@@ -85,10 +83,9 @@ def test_one_program_for_many_lengths(lengths):
     compare_calls(TwoLayers().double(), calls, 2, **options).check()
 
 
-@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])
-@on_ranks(2)
-def test_latents_are_all_that_is_sent(how, graph):
+@on_ranks(2, graphs=BOTH)
+def test_latents_are_all_that_is_sent(how):
     torch._dynamo.reset()
     batch, tokens, world = 2, 40, 2
     layers, rows = 2, batch * (tokens // world)
@@ -102,7 +99,7 @@ def test_latents_are_all_that_is_sent(how, graph):
         return x
 
     saving = torch.autograd.graph.saved_tensors_hooks(hold, hold)
-    with config.patch(graph=graph), recording() as reports, saving:
+    with recording() as reports, saving:
         call(*hidden_states(tokens, WIDTH))
     sent: Counter[tuple[GraphDirection, Kind]] = Counter()
     for e in Comparison([], [], reports).exchanges:
