@@ -71,7 +71,8 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
     start = time.monotonic()
     with warnings_of() as warnings, recording() as reports:
         try:
-            with cp.config.patch(hardware="cpu", agreement_timeout_seconds=30.0):
+            how: dict[str, Any] = {"hardware": "cpu", "graph": setting.graph}
+            with cp.config.patch(agreement_timeout_seconds=30.0, **how):
                 values = run_steps(case, setting, model, step, dtype)
         except Exception as error:  # whatever a model can make torch raise
             raised = getattr(error, "inner_exception", None) or error

@@ -6,7 +6,8 @@ step of each, and a forward in eval mode after it, are compared with one process
 cases of the table of compatibility are; see tests/models/families/automatic.py for how
 configurations are made. What torch alone cannot run or compile is told apart. Prints a
 line per family as it goes; --write records each at once, so that a run that is cut off
-goes on with the families that have no record (--again runs all).
+goes on with the families that have no record (--again runs all). With --graph joint it
+shards that graph, has a record of its own, and says where it differs from the other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from dataclasses import replace as replaced
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ NO_CONFIGURATION, NO_TORCH = "no configuration", "not by torch"
 DIVIDED = "divided by library"  # of a row: what it claims, or nothing
 LIBRARIES = ("transformers", "diffusers", "timm")
 _EVERY = 40  # families, after which processes are started anew
+_LIKE = 0.03  # part by which work may differ
 _LEAST_WORK = 1.2  # of all ranks over one device's, up to which it is shared out
 
 
@@ -74,9 +77,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=None, help="for all of them")
     parser.add_argument("--again", action="store_true", help="what has a record, too")
     parser.add_argument("--write", action="store_true", help="write docs/")
+    parser.add_argument("--graph", choices=["model", "joint"], default="model")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = {row["case"]: row for row in record().get("runs", ())}
+    graph = options.graph
+    known = {row["case"]: row for row in record().get("runs", ())}
+    rows = {row["case"]: row for row in record(graph).get("runs", ())}
     names = [
         f"{PREFIX}{kind}/{family}"
         for kind in options.kinds
@@ -92,13 +98,15 @@ def main(arguments: list[str]) -> int:
         for number, name in enumerate(names, 1):
             if options.minutes and time.monotonic() - started > 60 * options.minutes:
                 break
-            row = rows[name] = tried(pools, name, options.seconds)
+            row = rows[name] = tried(pools, name, options.seconds, graph)
             if row["verdict"] != NO_CONFIGURATION:
                 row[DIVIDED] = library_divides(name)
             found.append(row)
             _show(number, len(names), row)
+            if graph != "model":
+                _compare(row, known.get(name))
             if options.write:
-                write(rows, about)
+                write(rows, about, graph)
             if number % _EVERY == 0:
                 pools.close()
     finally:
@@ -124,13 +132,15 @@ def _version(library: str) -> str | None:
         return None
 
 
-def tried(pools: Pools, name: str, seconds: float) -> dict[str, Any]:
+def tried(
+    pools: Pools, name: str, seconds: float, graph: str = "model"
+) -> dict[str, Any]:
     """Run one family; return what came of it, as the record has it."""
     try:
         automatic_case(name)
     except NoConfigurationError as error:
         return {"case": name, "verdict": NO_CONFIGURATION, "text": short(str(error))}
-    setting = Setting(mode=Mode.BOTH, annotated=False)
+    setting = Setting(mode=Mode.BOTH, annotated=False, graph=graph)
     try:
         reference(name, Setting(mode=setting.mode))
     except Exception as error:  # whatever a model raises on one process
@@ -190,18 +200,46 @@ def _show(number: int, total: int, row: dict[str, Any]) -> None:
         print(f"          {row['text'][:400]}", flush=True)
 
 
-def record() -> dict[str, Any]:
+def _compare(row: dict[str, Any], known: dict[str, Any] | None) -> None:
+    """Print where a row differs from that of the other graph."""
+    if known is None:
+        return
+    said = []
+    for name in ("verdict", "sharded", "work", "gathered", "warnings"):
+        now, then = row.get(name, 0), known.get(name, 0)
+        if name == "warnings":
+            now, then = len(now or ()), len(then or ())
+        more = isinstance(now, float) and abs(now - then) <= _LIKE * then
+        if now != then and not more:
+            said.append(f"{name} {now}, was {then}")
+    if row.get("error", 0.0) > 3 * known.get("error", 0.0) + 1e-6:
+        said.append(f"error {row['error']:.0e}, was {known.get('error', 0.0):.0e}")
+    if said:
+        print(f"          differs: {'; '.join(said)}", flush=True)
+
+
+def _path(graph: str) -> Path:
+    return RECORD if graph == "model" else RECORD.with_stem(f"{RECORD.stem}_{graph}")
+
+
+def record(graph: str = "model") -> dict[str, Any]:
     """Read what was recorded; return {} before the first run."""
-    known: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    path = _path(graph)
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return known
 
 
-def write(rows: dict[str, dict[str, Any]], about: dict[str, Any]) -> None:
-    """Write the record and the page."""
+def write(
+    rows: dict[str, dict[str, Any]], about: dict[str, Any], graph: str = "model"
+) -> None:
+    """Write the record and, of the model's graph, the page."""
     note_load(about)
     runs = [rows[name] for name in sorted(rows)]
     lines = ",\n  ".join(json.dumps(row) for row in runs)
-    replace(RECORD, f'{{"setup": {json.dumps(about)},\n "runs": [\n  {lines}\n ]}}\n')
+    text = f'{{"setup": {json.dumps(about)},\n "runs": [\n  {lines}\n ]}}\n'
+    replace(_path(graph), text)
+    if graph != "model":
+        return
     replace(PAGE, markdown({"setup": about, "runs": runs}))
     first, rest = README.read_text().split(_TABLE)
     last = rest[rest.index(_END) :]
