@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides
+from cpcompile.ops.dtensor.shares import sharing_rows
 from cpcompile.torch_private.distributed import DTensorSpec, StridedShard, TensorMeta
 from cpcompile.torch_private.operators import OpOverload
 
@@ -132,7 +133,10 @@ def _product(a: Any, b: Any) -> Any:
     placements = [_of_product(x, y) for x, y in cut]
     if None in placements:
         return aten.mm.default(a, b)
-    local = aten.mm.default(a._local_tensor, b._local_tensor)
+    own = a._local_tensor, b._local_tensor
+    work = [x.shape[0] * y.numel() for x, y in ((a, b), own)]
+    with sharing_rows(a.device_mesh, placements, *work):
+        local = aten.mm.default(*own)
     shape = torch.Size([a.shape[0], b.shape[1]])
     meta = TensorMeta(shape, contiguous_strides(shape), local.dtype)
     spec = DTensorSpec(a.device_mesh, tuple(placements), tensor_meta=meta)
