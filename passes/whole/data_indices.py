@@ -107,7 +107,7 @@ def _index_add(x: Any, dim: int, index: Any, values: Any, *, cp_axis: MeshAxis) 
 def _index_copy(x: Any, dim: int, index: Any, values: Any, *, cp_axis: MeshAxis) -> Any:
     if not _is_on(cp_axis, x, Shard(dim % x.ndim)):
         return aten.index_copy.default(x, dim, index, values)
-    return write_rows(cp_axis, x, values, dim % x.ndim, index)
+    return write_rows(cp_axis, x, values, dim % x.ndim, index.reshape(-1))
 
 
 def _select_scatter(
