@@ -60,8 +60,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
     counters["cpcompile"][refusals.COUNTER] = 0
     case = case_of(name)
     model = make_model(case)
-    if setting.double:
-        model = case.doubled(model)
+    model = case.doubled(model) if setting.double else model
     dtype = torch.float64 if setting.double else torch.float32
     options = setting.options() | {"mesh": sequence_mesh(setting.world)}
     if setting.annotated:
@@ -71,7 +70,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
     start = time.monotonic()
     with warnings_of() as warnings, recording() as reports:
         try:
-            how: dict[str, Any] = {"hardware": "cpu", "graph": setting.graph}
+            how = {"hardware": "cpu", "graph": setting.graph}
             with cp.config.patch(agreement_timeout_seconds=30.0, **how):
                 values = run_steps(case, setting, model, step, dtype)
         except Exception as error:  # whatever a model can make torch raise

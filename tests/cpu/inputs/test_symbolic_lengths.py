@@ -176,8 +176,7 @@ def found_of(case: Case) -> list[tuple]:
     """Number of the program, strategy and deviations of each length."""
     how = {"door": "plain", "inner": "aot_eager", "dynamic": True} | case.how
     first = (how.pop(name) for name in ("door", "inner", "dynamic"))
-    graph = how.pop("graph", "model")
-    with mock.patch.object(config, "graph", graph):
+    with config.patch(graph=how.pop("graph", "model")):
         return run(case.model, *first, case.lengths, case.marked, **how)
 
 
