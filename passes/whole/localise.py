@@ -218,11 +218,11 @@ class Localise(EdgeValues):
         if node.target is SPLIT_ALONG:
             how: Any = node.args[1:]
             source, target = how
-            if target != ALL:
+            # Laid out it is not said whether these are tokens, or heads for them.
+            if target != ALL and (source == ALL or not laid_out):
                 whole = replicated(self.values[node], self.ctx.mesh)
                 to = self.edges.on_axis(Shard(target))
-                begins = laid_out and source == ALL  # tokens, not heads for them
-                parts[node] = self.cut(whole, self.local[node], to, begins)
+                parts[node] = self.cut(whole, self.local[node], to, laid_out)
             return
         if node.target is MOVE or all(x not in parts for x in node.all_input_nodes):
             return
