@@ -9,6 +9,9 @@ Attention would share them out, but every rank would compute all that lies betwe
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import torch.fx as fx
 from torch import Tensor
 
@@ -44,7 +47,8 @@ def begin_tokens(graph: fx.Graph, ctx: Context) -> int:
         with node.graph.inserting_after(node):
             args = (node, ALL, dim.dim)
             split = insert_call(node.graph, SPLIT_ALONG, args, like=node, value=value)
-        node.replace_all_uses_with(split, delete_user_cb=split.__ne__)
+        is_other = functools.partial(operator.is_not, split)
+        node.replace_all_uses_with(split, delete_user_cb=is_other)
         shape = [expected(n) for n in value.shape]
         ctx.findings.token_origins.append(f"{module_path(node)} {node.name} {shape}")
     return len(ctx.findings.token_origins)

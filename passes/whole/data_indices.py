@@ -74,9 +74,15 @@ def _index_put(
     cp_axis: MeshAxis,
 ) -> Any:
     given = [(dim, at) for dim, at in enumerate(indices) if at is not None]
-    writes_rows = not accumulate and len(given) == 1 and given[0][1].ndim == 1
-    if writes_rows and _is_on(cp_axis, x, Shard(given[0][0])):
-        return write_rows(cp_axis, x, values, *given[0])
+    (dim, at), *others = given
+    if not (accumulate or others):
+        if at.dtype is torch.bool and values.numel() == 1:
+            for _ in range(x.ndim - dim - at.ndim):
+                at = at.unsqueeze(-1)
+            return aten.where.self(at, values, x)
+        is_places = at.dtype is not torch.bool and at.ndim == 1
+        if is_places and _is_on(cp_axis, x, Shard(dim)):
+            return write_rows(cp_axis, x, values, dim, at)
     adds = accumulate and x.dtype.is_floating_point
     block = _Block.of(cp_axis, indices) if adds else None
     if block is None or not _is_on(cp_axis, values, Shard(block.dim)):

@@ -12,7 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from cpcompile import config
 from tests.cpu.against_one_process import compare, compare_calls
 from tests.cpu.attention_cases import compiled_on
-from tests.cpu.on_ranks import on_ranks
+from tests.cpu.on_ranks import BOTH, on_ranks
 from tests.cpu.programs import WIDTH, attend
 from tests.support.writes import program
 
@@ -109,8 +109,7 @@ class WrittenCopy(nn.Module):
 
     def forward(self, x):
         y = x.relu()
-        joined = torch.cat([x.new_empty(0), y])
-        joined.add_(1)
+        joined = torch.cat([x.new_empty(0), y]).add_(1)
         return F.scaled_dot_product_attention(y, y, joined)
 
 
@@ -121,6 +120,7 @@ class Unrecorded(nn.Module):
         lambda y: y.add_(1.0),
         lambda y: y.__setitem__((slice(None), 0), 0.5),
         lambda y: y[:, 2:5].mul_(2.0),
+        lambda y: y.__setitem__((slice(None), torch.arange(y.shape[1]) % 3 == 1), 0.5),
         lambda y: y.__setitem__(y > 1.0, 1.0),
         lambda y: y[..., :3].copy_(y[..., 3:6].clone()),
     )
@@ -188,7 +188,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("make", PROGRAMS)
-@on_ranks(2)
+@on_ranks(2, graphs=BOTH)
 def test_programs_that_write(make):
     for tokens in PROGRAMS[make]:
         compare(make, (2, tokens, WIDTH), 2, strategy="ring").check()
