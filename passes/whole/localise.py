@@ -61,6 +61,7 @@ from .local_calls import Decompositions, LocalCall, LocalCalls, copied, replicat
 from .local_values import Made, Pair, value_of
 from .order_tokens import order_tokens, relayouts
 from .other_axes import MOVE, Chunks, TokenWise, chunk_in_order, chunks_after, moved
+from .sequence_moves import MOVES
 from .token_order import TokenOrder, in_order
 
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
@@ -216,10 +217,8 @@ class Localise(EdgeValues):
         """Compute this rank's part of a plain value, if that takes no message."""
         parts = self.parts[laid_out]
         if node.target is SPLIT_ALONG:
-            how: Any = node.args[1:]
-            source, target = how
-            # Laid out it is not said whether these are tokens, or heads for them.
-            if target != ALL and (source == ALL or not laid_out):
+            target: Any = node.args[2]
+            if target != ALL:  # on both sides, or calls would be others than were tried
                 whole = replicated(self.values[node], self.ctx.mesh)
                 to = self.edges.on_axis(Shard(target))
                 parts[node] = self.cut(whole, self.local[node], to, laid_out)
@@ -308,6 +307,8 @@ class Localise(EdgeValues):
             call, operands = self._local_call(node, laid_out)
             value = value_of(call)
             problem = _shape_problem(value, node.meta.get("val"))
+            if laid_out and self._meet(node, call):
+                problem = "it brings tokens together in another order than was planned"
         except Exception as error:  # whatever DTensor's rules raise
             check_refusal(error, f"{node.target} on shards")
             problem = f"DTensor cannot shard it here ({_first_line(error)})"
@@ -321,6 +322,12 @@ class Localise(EdgeValues):
         pair = self._shared_out(value, local, bool(laid_out))
         self.made[node] = Made(call, scattered=pair[0] is not value)
         return pair
+
+    def _meet(self, node: fx.Node, call: LocalCall) -> bool:
+        """Tell whether tokens may meet in a call that is on laid out ones."""
+        if is_attention(node) or node.target in MOVES:
+            return False
+        return constants(call, self.order, node.target) is None
 
     def _of_whole(self, node: fx.Node) -> Pair:
         """Write a call on whole tensors, and cut the result as activations are."""
