@@ -23,7 +23,7 @@ def cut_alike(operands: list[Any], order: TokenOrder) -> list[Any]:
 
 
 def cut_as(x: Any, like: DTensor, order: TokenOrder) -> Any:
-    if not isinstance(x, Tensor) or not 0 < x.ndim <= like.ndim:
+    if not isinstance(x, Tensor):
         return x
     if any(not p.is_replicate() for p in placements_of(x)):
         return x
@@ -32,7 +32,7 @@ def cut_as(x: Any, like: DTensor, order: TokenOrder) -> Any:
         x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
     for axis, placement in enumerate(like.placements):
         dim = getattr(placement, "dim", None)
-        own = -1 if dim is None else dim - (like.ndim - x.ndim)
+        own = -1 if dim is None else dim + x.ndim - like.ndim  # as they broadcast
         if dim is None or own < 0 or x.shape[own] != like.shape[dim]:
             continue
         tokens = order.tokens_of(like) if axis == order.cp_axis.axis else None

@@ -6,6 +6,7 @@ outside has the sizes of a shard in the local graph, and is one when it runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,7 @@ from cpcompile.options import GradSync
 from ..graph.context import PARAMETERS, Context, GraphInput, InputKind, OutputPlacement
 from ..graph.nodes import layout_outside
 from ..model.sharding.program_outputs import is_gathered
+from .local_calls import placed
 
 Placements = tuple[Placement, ...]
 
@@ -130,10 +132,12 @@ def placed_as(x: DTensor, placements: Placements) -> DTensor:
 
 def share_of(x: DTensor, factor: int) -> DTensor:
     """Return `factor` times this rank's summand of x."""
-    whole = [p if p.is_partial() else Replicate() for p in x.placements]
-    summands = [Partial()] * len(whole)
-    share = x.redistribute(placements=whole).redistribute(placements=summands)
-    return share if factor == 1 else share * factor  # type: ignore[return-value]
+    mesh = x.device_mesh
+    placements = [p if p.is_partial() else Replicate() for p in x.placements]
+    whole = x.redistribute(placements=placements)
+    alike = [mesh.size(i) for i, p in enumerate(placements) if not p.is_partial()]
+    local = whole._local_tensor * (factor / math.prod(alike))
+    return placed(local, mesh, [Partial()] * mesh.ndim, x)
 
 
 def gradient_as(x: DTensor, contract: GradSync, placements: Placements) -> DTensor:

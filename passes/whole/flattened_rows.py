@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _MaskPartial
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import hashable
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.refusals import check_refusal
@@ -94,7 +96,10 @@ def _answer(
         return None
     if not all(isinstance(x, DTensor) for x in results):
         return None
-    return [x.placements for x in results]
+    found = [x.placements for x in results]
+    if any(isinstance(p, _MaskPartial) for placements in found for p in placements):
+        raise RewriteError("rows of a flattened batch are looked up by their number")
+    return found
 
 
 def _stand_in(x: Tensor) -> Tensor:

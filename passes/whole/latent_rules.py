@@ -31,5 +31,7 @@ def latent_step(cp_axis: MeshAxis, x: Any, step: str) -> Tensor:
         is_sum = step == LatentStep.SUMMAND
         mine = share_of(x, 1) if is_sum else x.redistribute(placements=everywhere)
         return mine._local_tensor
+    if isinstance(x, DTensor):
+        return x
     placement = Partial() if step == LatentStep.SUM else Replicate()
     return DTensor.from_local(x, mesh, [placement] * mesh.ndim, run_check=False)

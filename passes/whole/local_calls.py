@@ -155,14 +155,15 @@ class LocalCalls:
         return LocalCall(module, operands, tuple(results), structure, symbols)
 
     def _countable(self, x: Any) -> Any:
-        """Return x; a plain tensor of symbolic size as a DTensor.
+        """Return x; a plain tensor of symbolic size, or of one entry, as a DTensor.
 
         DTensor asks plain tensors how many entries they have, and knows no symbols
-        there (seen in torch 2.13).
+        there; it warns of those with one in every call (seen in torch 2.13).
         """
-        if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        if not isinstance(x, Tensor) or isinstance(x, DTensor) or not x.ndim:
             return x
-        return replicated(x, self.mesh) if any(map(is_symbol, x.shape)) else x
+        is_one = all(n == 1 for n in x.shape)
+        return replicated(x, self.mesh) if is_one or any(map(is_symbol, x.shape)) else x
 
 
 def copied(

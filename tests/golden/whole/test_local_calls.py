@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from cpcompile.errors import RewriteError
+from cpcompile.geometry.layout import Layout
 from cpcompile.passes.graph.constant_arguments import MeshAxis
 from cpcompile.passes.whole.call_rules import CallRules
 from cpcompile.passes.whole.edges import placed_as
@@ -22,7 +23,6 @@ def shard(mesh, *shape, dim=1, **how):
 
 
 def test_results_of_alike_calls_are_told_apart(mesh):
-    """They have one value; a product of the two is no square."""
     calls = LocalCalls(mesh, {})
     with FakeTensorMode(), torch.no_grad():
         x = shard(mesh, 2, 10, 8)
@@ -32,14 +32,6 @@ def test_results_of_alike_calls_are_told_apart(mesh):
     (mul,) = product.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
     assert mul.args[0] is not mul.args[1]
     assert (calls.runs, calls.copies) == (2, 1)
-
-
-def test_a_call_that_sends_says_so(mesh):
-    calls = LocalCalls(mesh, {})
-    with FakeTensorMode(), torch.no_grad():
-        x = shard(mesh, 2, 10, 8)
-        assert not calls.of(aten.sum.dim_IntList, (x, [-1])).sends
-        assert calls.of(placed_as, (x, (Replicate(),))).sends
 
 
 def test_rows_of_a_flattened_batch_are_looked_up_in_place(mesh):
@@ -52,6 +44,15 @@ def test_rows_of_a_flattened_batch_are_looked_up_in_place(mesh):
             found = calls.of(rules.of(call), (rows, 1, labels, *value))
             assert not found.sends
             assert found.results[0].placements == rows.placements
+        with pytest.raises(RewriteError, match="by their number"):  # of any rank
+            calls.of(rules.of(aten.embedding.default), (rows, labels))
+
+
+def test_what_is_whole_is_cut_in_order_as_a_table_with_fewer_dimensions(mesh):
+    rules = CallRules(TokenOrder(MeshAxis(mesh, 0), Layout.ZIGZAG, [8]))
+    x, table = torch.arange(16.0).view(2, 8, 1), shard(mesh, 8, 1, dim=0).zero_()
+    found = rules.of(aten.add.Tensor)(replicated(x, mesh), table)
+    assert found.to_local().flatten().tolist() == [1, 6, 9, 14]  # of rank 1
 
 
 def test_constants_of_calls_that_are_alike_keep_their_names():
@@ -62,7 +63,6 @@ def test_constants_of_calls_that_are_alike_keep_their_names():
 
 
 def test_numbers_are_drawn_for_all_tokens(mesh):
-    """Each rank reads its rows of one mask; other random calls refuse shards."""
     calls, rules = LocalCalls(mesh, {}), CallRules(TokenOrder(MeshAxis(mesh, 0)))
     dropout = aten.native_dropout.default
     with FakeTensorMode(), torch.no_grad():
