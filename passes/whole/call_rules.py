@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
-from cpcompile.geometry.lengths import hashable
+from cpcompile.geometry.lengths import hashable, is_same
 from cpcompile.ops.by_rows import BOTH
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.ops.latent_steps import LATENT_KEYS
@@ -23,6 +23,7 @@ from cpcompile.torch_private.fake_tensors import disable_current_modes
 from cpcompile.torch_private.operators import OpOverload
 
 from ..flow.trial import DRAWS_NUMBERS
+from .batched_products import PRODUCT, product_rules
 from .composition_rules import composition_rules
 from .cut_alike import cut_alike, local_of, placements_of
 from .data_indices import index_rules
@@ -36,6 +37,7 @@ from .row_programs import row_rules
 from .sequence_moves import move_rules
 from .shared_mixer_rules import shared_mixer_rules
 from .token_order import TokenOrder
+from .uneven_views import viewed
 from .window_rules import window_rules
 
 aten = torch.ops.aten
@@ -54,6 +56,7 @@ class CallRules:
             **index_rules(order.cp_axis, functools.partial(_along, order=order)),
             **parameter_rules(order.cp_axis.mesh),
             **row_rules(order),
+            **product_rules(order),
             **REDUCTIONS,
             MOVE: functools.partial(moved, chunks=None),
             LATENT_KEYS: functools.partial(latent_step, order.cp_axis),
@@ -69,7 +72,7 @@ class CallRules:
 
 def cuts_in_order(call: Any) -> bool:
     """Tell whether a rule of ours cuts what is whole, in the order of the tokens."""
-    ours = (*_ROWS, *BOTH, aten.native_dropout.default)
+    ours = (*_ROWS, *BOTH, aten.native_dropout.default, PRODUCT)
     return call in ours or _is_element_wise(call)
 
 
@@ -86,7 +89,7 @@ def _rule_of(call: Any, order: TokenOrder) -> Callable[..., Any]:
     if call is aten.expand.default:
         return _expand
     if call is aten.view.default:
-        return _view
+        return functools.partial(_view, order)
     if call in _DRAWING:
         return _drawing(call)
     if isinstance(call, OpOverload) and torch.Tag.nondeterministic_seeded in call.tags:
@@ -169,14 +172,21 @@ def _expand(x: Any, sizes: Sequence[int], **options: Any) -> Any:
     return aten.expand.default(summed(x), sizes, **options)
 
 
-def _view(x: Any, sizes: Sequence[int]) -> Any:
-    """View x; copy it first if a rule of ours gave it another order in memory."""
-    if isinstance(x, DTensor) and not _can_view(x, sizes):
+def _view(order: TokenOrder, x: Any, sizes: Sequence[int]) -> Any:
+    """View x; copy it first if a rule of ours gave it another order in memory.
+
+    Without dimensions of one entry, with which DTensor flattens no uneven shard.
+    """
+    if not isinstance(x, DTensor):
+        return aten.view.default(x, sizes)
+    if not _can_view(x, sizes):
         local = x._local_tensor.contiguous()
         meta = TensorMeta(x.shape, contiguous_strides(x.shape), local.dtype)
         spec = dataclasses.replace(x._spec, tensor_meta=meta)
         x = DTensor(local, spec, requires_grad=False)
-    return aten.view.default(x, sizes)
+    cut = {getattr(p, "dim", None) for p in x.placements}
+    ones = [d for d, n in enumerate(x.shape) if is_same(n, 1) and d not in cut]
+    return viewed(x.squeeze(ones) if ones and cut - {None} else x, sizes, order.cp_axis)
 
 
 def _can_view(x: Tensor, sizes: Sequence[int]) -> bool:

@@ -5,7 +5,7 @@
 
 AOTAutograd flattens them, and a shard of tokens cannot be flattened with the batch
 (cpcompile.ops.unflattened_linear). A view that follows and undoes the flattening goes,
-also behind a bias.
+also behind a bias. Where products of a batch flatten tokens, batched_products does so.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.distributed.tensor import Shard
 
+from cpcompile.geometry.lengths import hashable
 from cpcompile.ops.unflattened_linear import LINEAR, WEIGHT_GRADIENT
 
 from ..graph.graph_pass import graph_pass
-from ..graph.local_notes import NOTES
+from .batched_products import VIEWS, call_like, keep_batched
+from .edges import Edges
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
 
 
 @graph_pass()
-def keep_products(graph: fx.Graph, _: object) -> int:
+def keep_products(graph: fx.Graph, program: Any) -> int:
     """Rewrite the products of flattened tokens; return how many."""
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
         _take_apart(graph, node)
@@ -42,11 +44,29 @@ def keep_products(graph: fx.Graph, _: object) -> int:
             if grad is not None and x is not None:
                 with graph.inserting_before(node):
                     value = node.meta["val"]
-                    new = _call(graph, WEIGHT_GRADIENT, (grad, x), node, value)
+                    new = call_like(graph, WEIGHT_GRADIENT, (grad, x), node, value)
                 node.replace_all_uses_with(new)
                 count += 1
+    count += keep_batched(graph, _lengths(graph, program.edges))
     graph.eliminate_dead_code()
     return count
+
+
+def _lengths(graph: fx.Graph, edges: Edges) -> set[object]:
+    """Return the lengths of the sequences that inputs and attention have."""
+    shapes = (
+        x for call in edges.ctx.findings.plans for x in (call.q_shape, call.k_shape)
+    )
+    found = {hashable(shape[-2]) for shape in shapes}
+    for node in graph.find_nodes(op="placeholder"):
+        known, _ = edges.input(node)
+        placements = () if known is None else edges.placements_inside(known)
+        found |= {
+            hashable(node.meta["val"].shape[p.dim])
+            for p in placements
+            if isinstance(p, Shard)
+        }
+    return found
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node) -> None:
@@ -56,8 +76,8 @@ def _take_apart(graph: fx.Graph, node: fx.Node) -> None:
     bias, *factors = node.args
     value = node.meta["val"]
     with graph.inserting_before(node):
-        product = _call(graph, aten.mm.default, tuple(factors), node, value)
-        total = _call(graph, aten.add.Tensor, (product, bias), node, value)
+        product = call_like(graph, aten.mm.default, tuple(factors), node, value)
+        total = call_like(graph, aten.add.Tensor, (product, bias), node, value)
     node.replace_all_uses_with(total)
     graph.erase_node(node)
 
@@ -68,18 +88,18 @@ def _write_linear(graph: fx.Graph, node: fx.Node, rows: fx.Node, weight: Any) ->
     shape = [*rows.meta["val"].shape[:-1], flat.shape[-1]]
     value = flat.new_empty(shape)
     with graph.inserting_before(node):
-        new = _call(graph, LINEAR, (rows, weight), node, value)
+        new = call_like(graph, LINEAR, (rows, weight), node, value)
     added = next(iter(node.users)) if len(node.users) == 1 else None
     if added is not None and _adds_a_row(added, node):
         with graph.inserting_before(added):
-            new = _call(graph, aten.add.Tensor, (new, added.args[1]), added, value)
+            new = call_like(graph, aten.add.Tensor, (new, added.args[1]), added, value)
         node = added
     for user in list(node.users):
-        if user.target in _VIEWS and list(user.meta["val"].shape) == shape:
+        if user.target in VIEWS and list(user.meta["val"].shape) == shape:
             user.replace_all_uses_with(new)
     with graph.inserting_after(new):
         args = (new, list(flat.shape))
-        flattened = _call(graph, aten.view.default, args, node, flat)
+        flattened = call_like(graph, aten.view.default, args, node, flat)
     node.replace_all_uses_with(flattened)
 
 
@@ -94,18 +114,9 @@ def _adds_a_row(node: fx.Node, product: fx.Node) -> bool:
 
 def _unflattened(x: Any) -> fx.Node | None:
     """Return what x [n, K] is a view of, if that is [.., K] with more dimensions."""
-    if not isinstance(x, fx.Node) or x.target not in _VIEWS:
+    if not isinstance(x, fx.Node) or x.target not in VIEWS:
         return None
     source: Any = x.args[0]
     sizes, flat = source.meta["val"].shape, x.meta["val"].shape
     flattens = len(flat) == 2 and len(sizes) > 2 and sizes[-1] == flat[-1]
     return source if flattens else None
-
-
-def _call(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, value: Any
-) -> fx.Node:
-    node = graph.call_function(target, args)
-    node.meta = {key: like.meta[key] for key in NOTES if key in like.meta}
-    node.meta["val"] = value
-    return node
