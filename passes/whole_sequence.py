@@ -27,6 +27,7 @@ from .whole.begin_tokens import begin_tokens
 from .whole.keep_calls import keep_calls
 from .whole.keep_convolutions import keep_convolutions
 from .whole.keep_products import keep_products
+from .whole.keep_rows import keep_rows
 from .whole.leave_for_later import leave_for_later
 from .whole.localise import WholeProgram, localise
 from .whole.row_programs import keep_programs
@@ -54,6 +55,7 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
 
 WHOLE: tuple[GraphPass[WholeProgram], ...] = (
     keep_convolutions,  # before localise: pads and cuts would each be a message
+    keep_rows,  # before keep_products: it reads what rows are views of
     keep_products,  # before localise: shards are not flattened
     localise,
 )

@@ -10,7 +10,7 @@ import torch.fx as fx
 from cpcompile.torch_private.dynamo import triton_kernel_wrapper_mutation
 
 from .calls import Call, canonical_call, spelled
-from .nodes import fake_value
+from .nodes import all_nodes, fake_value, storage
 
 # Not called by its own name where Dynamo meets a kernel; in torch 2.11 to 2.14.
 _TRITON_KERNEL = triton_kernel_wrapper_mutation
@@ -69,6 +69,16 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         bases.append(node.kwargs.get("out"))
     lists = [x if isinstance(x, list | tuple) else [x] for x in bases]
     return [x for tensors in lists for x in tensors if isinstance(x, fx.Node)]
+
+
+def written_memory(graph: fx.Graph) -> set[int | None]:
+    """Return the memory to which calls write, also those in checkpoint regions."""
+    return {
+        storage(x)
+        for node in all_nodes(graph)
+        if node.op in ("call_function", "call_method") and is_in_place(node)
+        for x in written_by(node)
+    }
 
 
 def has_effects(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ takes its place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cpcompile.geometry.layout import Layout
-from cpcompile.geometry.lengths import hashable, is_same
+from cpcompile.geometry.lengths import is_same
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
 
@@ -43,7 +43,11 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 @torch.library.custom_op("cp_whole::product", mutates_args=())
 def product(a: Tensor, b: Tensor, equation: str) -> Tensor:
     """Return torch.einsum(equation, a, b)."""
-    return torch.einsum(equation, a, b)
+    return _einsum(a, b, equation)
+
+
+def _einsum(a: Tensor, b: Tensor, equation: str) -> Tensor:
+    return torch.einsum(equation, a, b).contiguous()
 
 
 @product.register_fake
@@ -65,8 +69,8 @@ PRODUCT = torch.ops.cp_whole.product.default
 class _Operand:
     """A factor of a product of a batch, before it was flattened.
 
-    groups: of the three dimensions of the factor, those of `source`. expanded:
-        dimensions that `source` lacks, in which all entries are alike.
+    groups: of the three dimensions of the factor, those of `source` that have several
+        entries. expanded: dimensions in which all entries are alike.
     """
 
     source: fx.Node
@@ -75,17 +79,14 @@ class _Operand:
     expanded: frozenset[int]
 
 
-def keep_batched(graph: fx.Graph, lengths: Collection[object]) -> int:
-    """Rewrite the products of flattened tokens; return how many.
-
-    lengths: of the sequences.
-    """
+def keep_batched(graph: fx.Graph) -> int:
+    """Rewrite the products of flattened dimensions; return how many."""
     count = 0
     for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
         a, b = map(_unflattened, node.args)
         of_a, of_b = ([[x.sizes[d] for d in g] for g in x.groups] for x in (a, b))
         alike = _are_alike(of_a[0], of_b[0]) and _are_alike(of_a[2], of_b[1])
-        if alike and (_has_flat(a, lengths) or _has_flat(b, lengths)):
+        if alike and (_is_flat(a) or _is_flat(b)):
             _write(graph, node, a, b)
             count += 1
     return count
@@ -95,18 +96,16 @@ def _are_alike(sizes: list[Any], others: list[Any]) -> bool:
     return len(sizes) == len(others) and all(map(is_same, sizes, others))
 
 
-def _has_flat(x: _Operand, lengths: Collection[object]) -> bool:
-    """Tell whether tokens are flattened with other entries, or all are alike."""
-    tokens = {d for d, n in enumerate(x.sizes) if hashable(n) in lengths}
-    several = ({d for d in g if not is_same(x.sizes[d], 1)} for g in x.groups)
-    flat = any(len(g) > 1 and g & tokens for g in several)
-    return flat or not tokens.isdisjoint(x.expanded)
+def _is_flat(x: _Operand) -> bool:
+    """Tell whether dimensions were flattened, or entries are alike."""
+    return bool(x.expanded) or any(len(group) > 1 for group in x.groups)
 
 
 def _unflattened(x: Any) -> _Operand:
     """Return what a factor [N, I, J] is a view of."""
     sizes = list(x.meta["val"].shape)
-    as_it_is = _Operand(x, [[0], [1], [2]], sizes, frozenset())
+    own = [[d] if not is_same(n, 1) else [] for d, n in enumerate(sizes)]
+    as_it_is = _Operand(x, own, sizes, frozenset())
     if x.target in _TRANSPOSES and len(sizes) == len(as_it_is.groups):
         dims = _permutation(x)
         if dims[0] != 0:
@@ -117,18 +116,18 @@ def _unflattened(x: Any) -> _Operand:
     source = x.args[0] if x.target in VIEWS else x
     if source.target is aten.clone.default and x.target in VIEWS:
         source = source.args[0]
-    own = list(source.meta["val"].shape)
-    groups = _groups(own, sizes)
+    apart = list(source.meta["val"].shape)
+    groups = _groups(apart, sizes)
     if groups is None:
         return as_it_is
     if source.target is not aten.expand.default:
-        return _Operand(source, groups, own, frozenset())
+        return _Operand(source, groups, apart, frozenset())
     narrow = source.args[0]
     before = list(narrow.meta["val"].shape)
-    before = [1] * (len(own) - len(before)) + before
-    pairs = zip(before, own, strict=True)
+    before = [1] * (len(apart) - len(before)) + before
+    pairs = zip(before, apart, strict=True)
     alike = {d for d, (n, m) in enumerate(pairs) if is_same(n, 1) and not is_same(m, 1)}
-    return _Operand(source, groups, own, frozenset(alike))
+    return _Operand(source, groups, apart, frozenset(alike))
 
 
 def _permutation(x: fx.Node) -> list[int]:
@@ -143,20 +142,20 @@ def _permutation(x: fx.Node) -> list[int]:
 
 
 def _groups(sizes: list[Any], flat: list[Any]) -> list[list[int]] | None:
-    """Return which dimensions of `sizes` each of `flat` joins; None if they do not."""
+    """Return which dimensions of `sizes` each of `flat` joins; None if they do not.
+
+    Dimensions of one entry are in none.
+    """
+    dims = [d for d, n in enumerate(sizes) if not is_same(n, 1)]
     groups: list[list[int]] = []
-    dim = 0
     for n in flat:
         group: list[int] = []
-        while dim < len(sizes) and not (
-            group and is_same(math.prod(sizes[d] for d in group), n)
-        ):
-            group.append(dim)
-            dim += 1
-        if not group or not is_same(math.prod(sizes[d] for d in group), n):
-            return None
+        while not is_same(math.prod(sizes[d] for d in group), n):
+            if not dims:
+                return None
+            group.append(dims.pop(0))
         groups.append(group)
-    return groups if dim == len(sizes) else None
+    return groups if not dims else None
 
 
 def _write(graph: fx.Graph, node: fx.Node, a: _Operand, b: _Operand) -> None:
@@ -164,46 +163,45 @@ def _write(graph: fx.Graph, node: fx.Node, a: _Operand, b: _Operand) -> None:
     batch, rows, inner = ([next(letters) for _ in group] for group in a.groups)
     columns = [next(letters) for _ in b.groups[2]]
     of_a, of_b = _named(a, (batch, rows, inner)), _named(b, (batch, inner, columns))
-    sizes = dict(zip(of_a, a.sizes, strict=True)) | dict(
-        zip(of_b, b.sizes, strict=True)
-    )
-    alike_a, alike_b = ({n[d] for d in x.expanded} for n, x in ((of_a, a), (of_b, b)))
-    without_a, without_b = (alike_a - alike_b) & {*of_b}, alike_b & {*of_a}
+    pairs = ((a, of_a), (b, of_b))
+    sizes = {of[d]: x.sizes[d] for x, of in pairs for d in of}
+    alike_a, alike_b = ({of[d] for d in x.expanded} for x, of in pairs)
+    without = (alike_a - alike_b) & {*of_b.values()}, alike_b & {*of_a.values()}
     result = [*batch, *rows, *columns]
     flat = node.meta["val"]
     value = flat.new_empty([sizes[letter] for letter in result])
+    words, factors = [], []
     with graph.inserting_before(node):
-        factors = (
-            _without(graph, a, [of_a.index(x) for x in without_a]),
-            _without(graph, b, [of_b.index(x) for x in without_b]),
-        )
-        words = (
-            "".join(x for x in n if x not in w)
-            for n, w in ((of_a, without_a), (of_b, without_b))
-        )
+        for (x, of), left_out in zip(pairs, without, strict=True):
+            kept = {d: letter for d, letter in of.items() if letter not in left_out}
+            words.append("".join(kept[d] for d in sorted(kept)))
+            factors.append(
+                _without(graph, x, [d for d in range(len(x.sizes)) if d not in kept])
+            )
         equation = f"{','.join(words)}->{''.join(result)}"
         new = call_like(graph, PRODUCT, (*factors, equation), node, value)
     for user in list(node.users):
-        shape = list(user.meta["val"].shape) if user.target in VIEWS else []
-        if _are_alike(shape, list(value.shape)):
-            user.replace_all_uses_with(new)
+        if user.target in VIEWS:
+            user.args = (new, list(user.meta["val"].shape))
     with graph.inserting_after(new):
         args = (new, list(flat.shape))
         flattened = call_like(graph, aten.view.default, args, node, flat)
     node.replace_all_uses_with(flattened)
 
 
-def _named(x: _Operand, names: tuple[list[str], ...]) -> list[str]:
-    """Return the letters of the dimensions of a factor."""
+def _named(x: _Operand, names: tuple[list[str], ...]) -> dict[int, str]:
+    """Return the letters of the dimensions of a factor that have several entries."""
     groups = zip(x.groups, names, strict=True)
-    found = {d: own for group, n in groups for d, own in zip(group, n, strict=True)}
-    return [found[d] for d in sorted(found)]
+    return {d: own for group, n in groups for d, own in zip(group, n, strict=True)}
 
 
 def _without(graph: fx.Graph, x: _Operand, dims: list[int]) -> fx.Node:
-    """Return a factor without some of the dimensions in which it is expanded."""
+    """Return a factor without some dimensions in which it is expanded, or has one."""
     if not dims:
         return x.source
+    if x.expanded.isdisjoint(dims):
+        value = x.source.meta["val"].squeeze(dims)
+        return call_like(graph, aten.squeeze.dims, (x.source, dims), x.source, value)
     new: Any = x.source.args[0]
     value = new.meta["val"]
     missing = len(x.sizes) - value.ndim
@@ -235,7 +233,7 @@ def product_rules(order: TokenOrder) -> dict[Any, Callable[..., Any]]:
 
     def rule(a: Any, b: Any, equation: str) -> Any:
         if not isinstance(a, DTensor) and not isinstance(b, DTensor):
-            return torch.einsum(equation, a, b)
+            return _einsum(a, b, equation)
         mesh = (a if isinstance(a, DTensor) else b).device_mesh
         a, b = (x if isinstance(x, DTensor) else replicated(x, mesh) for x in (a, b))
         return _product(order, a, b, equation)
@@ -266,7 +264,7 @@ def _product(order: TokenOrder, a: DTensor, b: DTensor, equation: str) -> DTenso
             placements.append(Replicate())
         else:
             placements.append(Partial() if where < 0 else Shard(where))
-    local = torch.einsum(equation, local_of(a), local_of(b))
+    local = _einsum(local_of(a), local_of(b), equation)
     sizes = {
         **dict(zip(of_a, a.shape, strict=True)),
         **dict(zip(of_b, b.shape, strict=True)),
@@ -274,7 +272,7 @@ def _product(order: TokenOrder, a: DTensor, b: DTensor, equation: str) -> DTenso
     shape = torch.Size([sizes[letter] for letter in result])
     meta = TensorMeta(shape, contiguous_strides(shape), local.dtype)
     spec = DTensorSpec(a.device_mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(local.contiguous(), spec, requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def _letter(x: DTensor, letters: str, axis: int) -> str | None:

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,10 +28,11 @@ from cpcompile.ops.shared_mixers import ALL, IN_PARTS, SPLIT_ALONG
 
 from ..graph.context import Context
 from ..graph.cp_attention import OPERATORS
+from ..graph.effects import written_memory
 from ..graph.graph_pass import graph_pass
 from ..graph.memory_order import in_memory_order, memory_order
 from ..graph.mixer_calls import mixed_in_parts
-from ..graph.nodes import all_nodes, fake_value, insert_call
+from ..graph.nodes import all_nodes, fake_value, insert_call, storage
 from ..graph.sequence_tokens import Wanted, wanted_of
 from .composition_rules import COMPOSITIONS
 
@@ -71,10 +74,11 @@ def keep_calls(graph: fx.Graph, ctx: Context) -> int:
     count = 0
     for node, _ in (*ctx.findings.unmatched_attention, *ctx.findings.row_parallel):
         node.meta["custom"] = {**node.meta.get("custom", {}), BY_HAND: node.name}
+    written = written_memory(graph)
     for node in all_nodes(graph):
         wanted = wanted_of(node)
         if node.target in _ATTENTION:
-            _give_order(node)
+            _give_order(node, written)
         if node.target in _CALLS:
             node.target = _CALLS[node.target]
         elif wanted in _STEPS:
@@ -92,15 +96,22 @@ def keep_calls(graph: fx.Graph, ctx: Context) -> int:
     return count
 
 
-def _give_order(node: fx.Node) -> None:
-    """Have those who read attention find it in the order of memory of one device."""
+def _give_order(node: fx.Node, written: set[int | None]) -> None:
+    """Have those who read attention find it in the order of memory of one device.
+
+    And a copy of it where they write to it: the backward reads it.
+    """
     for out in [x for x in node.users if x.args == (node, 0)]:
-        value = fake_value(out)
-        if (order := memory_order(value)) is None:
-            continue
-        with node.graph.inserting_after(out):
-            args = (out, order)
-            call = insert_call(
-                node.graph, in_memory_order, args, like=node, value=value
-            )
-        out.replace_all_uses_with(call, functools.partial(operator.is_not, call))
+        order, is_written = memory_order(fake_value(out)), storage(out) in written
+        if order is not None:
+            _insert_behind(out, in_memory_order, order)
+        if is_written:
+            _insert_behind(out, torch.clone)
+
+
+def _insert_behind(node: fx.Node, call: Callable[..., Any], *more: Any) -> None:
+    """Have all readers of a value read what a call makes of it."""
+    with node.graph.inserting_after(node):
+        args, value = (node, *more), fake_value(node)
+        new = insert_call(node.graph, call, args, like=node, value=value)
+    node.replace_all_uses_with(new, functools.partial(operator.is_not, new))

@@ -14,21 +14,18 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.distributed.tensor import Shard
 
-from cpcompile.geometry.lengths import hashable
 from cpcompile.ops.unflattened_linear import LINEAR, WEIGHT_GRADIENT
 
 from ..graph.graph_pass import graph_pass
 from .batched_products import VIEWS, call_like, keep_batched
-from .edges import Edges
 
 aten = torch.ops.aten
 _TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
 
 
 @graph_pass()
-def keep_products(graph: fx.Graph, program: Any) -> int:
+def keep_products(graph: fx.Graph, _: object) -> int:
     """Rewrite the products of flattened tokens; return how many."""
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
         _take_apart(graph, node)
@@ -47,26 +44,9 @@ def keep_products(graph: fx.Graph, program: Any) -> int:
                     new = call_like(graph, WEIGHT_GRADIENT, (grad, x), node, value)
                 node.replace_all_uses_with(new)
                 count += 1
-    count += keep_batched(graph, _lengths(graph, program.edges))
+    count += keep_batched(graph)
     graph.eliminate_dead_code()
     return count
-
-
-def _lengths(graph: fx.Graph, edges: Edges) -> set[object]:
-    """Return the lengths of the sequences that inputs and attention have."""
-    shapes = (
-        x for call in edges.ctx.findings.plans for x in (call.q_shape, call.k_shape)
-    )
-    found = {hashable(shape[-2]) for shape in shapes}
-    for node in graph.find_nodes(op="placeholder"):
-        known, _ = edges.input(node)
-        placements = () if known is None else edges.placements_inside(known)
-        found |= {
-            hashable(node.meta["val"].shape[p.dim])
-            for p in placements
-            if isinstance(p, Shard)
-        }
-    return found
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node) -> None:

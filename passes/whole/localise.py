@@ -343,6 +343,8 @@ class Localise(EdgeValues):
         pairs = [whole[x] for x in _operands(node)]
         operands = [local for value, local in pairs if isinstance(value, Tensor)]
         call: Any = node.target
+        if call is torch.ops.aten.view.default:  # rules give other orders in memory
+            call = torch.ops.aten.reshape.default
         values, local = self.write(call, args, operands, kwargs)
         return self._cut_alike(values, local, node)
 

@@ -59,7 +59,7 @@ def _of_shard(
     p, ranks = x.placements[cp_axis.axis], cp_axis.size
     if type(p) is not Shard or sum(y.is_shard() for y in x.placements) != 1:
         return None
-    pairs = _joined(list(x.shape), sizes)
+    pairs = joined_dims(list(x.shape), sizes)
     found = next(((a, b) for a, b in pairs if p.dim in a), None)
     if found is None or found[0][0] != p.dim:
         return None
@@ -73,7 +73,9 @@ def _of_shard(
     return (dim, joined), (target, parts)
 
 
-def _joined(sizes: list[Any], others: list[Any]) -> list[tuple[list[int], list[int]]]:
+def joined_dims(
+    sizes: list[Any], others: list[Any]
+) -> list[tuple[list[int], list[int]]]:
     """Return the fewest dimensions that a view makes of others, from left to right."""
     pairs: list[tuple[list[int], list[int]]] = []
     i = j = 0

@@ -37,7 +37,7 @@ from ...flow.token_sources import token_sources
 from ...graph.attention_calls import is_attention
 from ...graph.calls import canonical_call, spelled
 from ...graph.context import AttentionCall, Context, InputKind, KeySources
-from ...graph.effects import is_in_place, written_by
+from ...graph.effects import is_in_place, written_memory
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     all_nodes,
@@ -184,12 +184,7 @@ class _Sources:
     def __init__(self, graph: fx.Graph, ctx: Context) -> None:
         self.ctx = ctx
         self.flows = flows_of(fake_mode_of(graph), ctx.mesh.device_type)
-        self.written = {
-            storage(x)
-            for node in all_nodes(graph)
-            if node.op in ("call_function", "call_method") and is_in_place(node)
-            for x in written_by(node)
-        }
+        self.written = written_memory(graph)
         self.plain = _plain_values(graph, ctx)
         self.chosen: dict[Hashable, set[int]] = {}  # by form: places of the calls
 
