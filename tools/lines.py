@@ -33,12 +33,11 @@ CONCERNS = {
     BESIDE: """
         passes/whole passes/graph/local_notes.py cpcompile/compile/capture.py
         cpcompile/frontend/tokens_per_rank.py cpcompile/ops/latent_steps.py
-        cpcompile/ops/unflattened_linear.py cpcompile/ops/window_convolution.py
+        cpcompile/ops/window_convolution.py
         cpcompile/ops/dtensor/whole_composite.py cpcompile/ops/shared_mixers.py
         cpcompile/ops/by_rows.py passes/whole_sequence.py
-        cpcompile/ops/listed_gradients.py
-        cpcompile/torch_patches/parts_of_ranks.py cpcompile/geometry/divided_lengths.py
-        cpcompile/ops/dtensor/unflattened_rules.py""",
+        cpcompile/ops/listed_gradients.py cpcompile/geometry/divided_lengths.py
+        cpcompile/torch_patches/parts_of_ranks.py""",
     "attention: calls, spec, strategies, geometry": """
         cpcompile/geometry cpcompile/ops/__init__.py cpcompile/ops/attention_spec.py
         cpcompile/ops/plain_attention.py cpcompile/ops/row_numbers.py

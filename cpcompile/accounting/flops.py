@@ -154,8 +154,6 @@ _PRODUCTS: dict[Any, int] = {
     aten.baddbmm: 1,
     aten._grouped_mm: 0,
     cp.add_product_: 1,
-    cp.linear: 0,
-    cp.weight_gradient: 0,
 }
 _ADDED = cp.add_product_.default
 _NAMESPACES = {"aten", "prims", "prim", "inductor", "rngprims", "_dtensor"}

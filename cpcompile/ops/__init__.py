@@ -14,7 +14,7 @@ from cpcompile.ops.comm.passed_states import passed_states, passed_states_backwa
 from cpcompile.ops.comm.relayout import relayout
 from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
 from cpcompile.ops.comm.token_runs import gradient_bucket, move_runs
-from cpcompile.ops.dtensor import dtensor_rules, dtensor_sdpa, unflattened_rules
+from cpcompile.ops.dtensor import dtensor_rules, dtensor_sdpa
 from cpcompile.ops.mixers import mixer_work
 from cpcompile.ops.mixers.mixer_operator import (
     mixer,
@@ -41,14 +41,12 @@ from cpcompile.ops.strategies.ring_attention import (
 from cpcompile.ops.strategies.split_kv_attention import split_kv_attention
 from cpcompile.ops.strategies.ulysses_attention import ulysses_attention
 from cpcompile.ops.tile_sums import add_product_, after
-from cpcompile.ops.unflattened_linear import linear, weight_gradient
 from cpcompile.torch_patches import dtensor_cat
 
 flop_formulas.register()
 mixer_work.register()
 dtensor_rules.register()
 dtensor_sdpa.register()
-unflattened_rules.register()
 dtensor_cat.register()
 
 __all__ = [
@@ -65,7 +63,6 @@ __all__ = [
     "gradient_bucket",
     "halo_exchange",
     "hybrid_attention",
-    "linear",
     "local_attention",
     "local_attention_backward",
     "mixer",
@@ -88,5 +85,4 @@ __all__ = [
     "ulysses_attention",
     "ulysses_gather",
     "ulysses_scatter",
-    "weight_gradient",
 ]

@@ -23,11 +23,11 @@ from cpcompile.torch_private.fake_tensors import disable_current_modes
 from cpcompile.torch_private.operators import OpOverload
 
 from ..flow.trial import DRAWS_NUMBERS
-from .batched_products import PRODUCT, product_rules
 from .composition_rules import composition_rules
 from .cut_alike import cut_alike, local_of, placements_of
 from .data_indices import index_rules
 from .flattened_rows import by_rows_of_batch
+from .keep_products import PRODUCT, product_rules
 from .latent_rules import latent_step
 from .other_axes import MOVE, moved
 from .parameter_calls import parameter_rules

@@ -25,7 +25,7 @@ from cpcompile.torch_private import pytree
 from cpcompile.torch_private.operators import OpOverload
 
 from ..graph.graph_pass import graph_pass
-from .batched_products import VIEWS, call_like
+from .keep_products import VIEWS, call_like
 from .uneven_views import joined_dims
 
 aten = torch.ops.aten
@@ -83,7 +83,7 @@ def keep_rows(graph: fx.Graph, _: object) -> int:
             source = known.get(node.args[0])
             if source is not None:
                 _view(graph, node, source)
-            elif (found := _flattened(node)) is not None:
+            elif (found := _flattened(graph, node)) is not None:
                 known[node] = found
             continue
         with graph.inserting_before(node):
@@ -101,18 +101,28 @@ def keep_rows(graph: fx.Graph, _: object) -> int:
     return count
 
 
-def _flattened(view: fx.Node) -> _Rows | None:
+def _flattened(graph: fx.Graph, view: fx.Node) -> _Rows | None:
+    """Return the rows that a view flattens, perhaps with a part of the channels."""
     source: Any = view.args[0]
-    before, after = list(source.meta["val"].shape), list(view.meta["val"].shape)
-    for own, (first, *others) in joined_dims(before, after):
-        sizes = tuple(before[d] for d in own)
-        if (
-            not others
-            and len(own) >= _FEWEST
-            and len(own) == len(before) - len(after) + 1
-        ):
-            return _Rows(source, sizes, len(after) - first - 1)
-    return None
+    value = source.meta["val"]
+    before, after = list(value.shape), list(view.meta["val"].shape)
+    own, (first, *split) = next(iter(joined_dims(before, after)), ([], [0]))
+    sizes = [before[d] for d in own]
+    if split:
+        behind = math.prod(after[d] for d in split)
+        if sizes[-1] % behind:
+            return None
+        sizes[-1] //= behind
+    several = sum(not is_same(n, 1) for n in sizes) > 1
+    if not several or len(sizes) < _FEWEST:
+        return None
+    rows = source
+    if split:
+        shape = [*sizes, *after[1:]]
+        args, apart = (source, shape), value.reshape(shape)
+        with graph.inserting_before(view):
+            rows = call_like(graph, aten.reshape.default, args, view, apart)
+    return _Rows(rows, tuple(sizes), len(after) - first - 1)
 
 
 def _view(graph: fx.Graph, node: fx.Node, source: _Rows) -> None:

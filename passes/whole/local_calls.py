@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import hashable, is_symbol
-from cpcompile.ops import by_rows, unflattened_linear, window_convolution
+from cpcompile.ops import by_rows, window_convolution
 from cpcompile.ops.dtensor.dtensor_rules import ranks_of
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
@@ -33,7 +33,6 @@ from ..graph.constant_arguments import MeshAxis
 from ..graph.local_notes import NOTES
 
 _DECOMPOSED: dict[Any, Callable[..., Any]] = {
-    **unflattened_linear.DECOMPOSED,
     **window_convolution.DECOMPOSED,
     **by_rows.DECOMPOSED,
 }

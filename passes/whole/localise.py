@@ -1,7 +1,7 @@
 """Make the joint graph of the whole sequence that of one rank.
 
     mul(x [2, 37, 8], w [8])        ->  mul(x [2, 19, 8], w [8])
-    weight_gradient(dy, x) [8, 8]   ->  weight_gradient(dy, x), all_reduce
+    product(dy, x, "abc,abd->cd")   ->  product(dy, x), all_reduce
 
 Each call, forward and backward alike, runs once on fake DTensors, whose rules say where
 results lie; the local calls that DTensor makes of it take its place. So nothing is said

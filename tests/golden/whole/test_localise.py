@@ -43,7 +43,7 @@ def test_a_model_and_its_loss(mesh):
     ids = torch.zeros(2, 10, dtype=torch.long)
     shard = {"ids": 1, "labels": 1}
     text = localised(loss, mesh, ids, ids.clone(), shard=shard)
-    named = ("split", "embedding", "mm", "gather", "all_reduce", "return")
+    named = ("split", "embedding", "gather", "all_reduce", "return")
     assert_golden(
         lines_with(text, *named),
         """\
@@ -52,26 +52,44 @@ getitem_1 = split[1]
 split_1 = aten.split.Tensor(primals_4, split_size=3, dim=1)
 getitem_5 = split_1[1]
 embedding_1 = aten.embedding(primals_1, clone)
-view_6 = aten.view(embedding_1, size=[-1, 8])
-mm_3 = aten.mm(view_6, t_5)
-view_7 = aten.view(mm_3, size=[2, 3, 16])
+view_6 = aten.view(embedding_1, size=[6, 8])
 gather_1 = aten.gather(_log_softmax_1, dim=1, index=unsqueeze_3)
 squeeze_1 = aten.squeeze.dims(gather_1, dim=[1])
-view_17 = aten.view(embedding_1, size=[-1, 8])
-mm_4 = aten.mm(t_6, view_17)
-t_7 = aten.t(mm_4)
-mm_5 = aten.mm(view_18, t_8)
-view_19 = aten.view(mm_5, size=[2, 3, 8])
-embedding_dense_backward_1 = aten.embedding_dense_backward(view_19, clone,
+view_18 = aten.view(embedding_1, size=[6, 8])
+embedding_dense_backward_1 = aten.embedding_dense_backward(view_24, clone,
     num_weights=16, padding_idx=-1, scale_grad_by_freq=False)
 all_reduce = _c10d_functional.all_reduce(div_2, reduce_op='sum', group_name='0')
 wait_tensor = _c10d_functional.wait_tensor(all_reduce)
 all_reduce_1 = _c10d_functional.all_reduce(embedding_dense_backward_1, reduce_op='sum',
     group_name='0')
 wait_tensor_1 = _c10d_functional.wait_tensor(all_reduce_1)
-all_reduce_2 = _c10d_functional.all_reduce(t_9, reduce_op='sum', group_name='0')
+all_reduce_2 = _c10d_functional.all_reduce(t_6, reduce_op='sum', group_name='0')
 wait_tensor_2 = _c10d_functional.wait_tensor(all_reduce_2)
 return [wait_tensor, wait_tensor_1, None, wait_tensor_2, None]""",
+    )
+
+
+def test_rows_of_heads_and_products_of_a_batch_stay_apart(mesh):
+    """Of 3, 3, 3 and 1 tokens; keys are not copied for each of them."""
+
+    def scores(x, keys):
+        q = (x * weight).view(-1, 4).softmax(-1).view(2, 10, 2, 4)
+        return (q @ keys[:, None].mT).square().sum()
+
+    weight, keys = nn.Parameter(torch.randn(8)), torch.randn(2, 5, 4)
+    text = localised(scores, mesh, torch.randn(2, 10, 8), keys, shard={"x": 1})
+    assert_golden(
+        lines_with(text, "softmax", "bmm", "all_gather"),
+        """\
+_softmax_1 = aten._softmax(view_9, dim=3, half_to_float=False)
+view_10 = aten.view(_softmax_1, size=[2, 3, 2, 4])
+bmm_2 = aten.bmm(view_11, view_12)
+view_13 = aten.view(bmm_2, size=[2, 3, 2, 5])
+bmm_3 = aten.bmm(view_15, view_16)
+view_17 = aten.view(bmm_3, size=[2, 3, 2, 4])
+_softmax_backward_data_1 = aten._softmax_backward_data(view_18, _softmax_1, dim=3,
+    input_dtype=torch.float32)
+view_19 = aten.view(_softmax_backward_data_1, size=[2, 3, 8])""",
     )
 
 
@@ -82,14 +100,14 @@ def test_a_shift_sends_the_tokens_at_borders(mesh):
     assert_golden(
         lines_with(text, "moved_tokens"),
         """\
-moved_tokens = cp.moved_tokens([view_6], dim=1, lengths=[12],
+moved_tokens = cp.moved_tokens([view_8], dim=1, lengths=[12],
     layouts='contiguous contiguous', pieces=[0, 1, 11, 0, 1, 1], length=11, fill=0,
     group='0')
-view_7 = aten.view(moved_tokens, size=[2, 3, 8])
-moved_tokens_1 = cp.moved_tokens([view_8], dim=1, lengths=[11],
+view_9 = aten.view(moved_tokens, size=[2, 3, 8])
+moved_tokens_1 = cp.moved_tokens([view_10], dim=1, lengths=[11],
     layouts='contiguous contiguous', pieces=[-1, 0, 12, 0, 1, 1, 0, 0, 11, 1, 1, 1],
     length=12, fill=0, group='0')
-view_9 = aten.view(moved_tokens_1, size=[2, 3, 8])""",
+view_11 = aten.view(moved_tokens_1, size=[2, 3, 8])""",
     )
     assert "all_gather" not in text
 
