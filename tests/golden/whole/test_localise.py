@@ -43,21 +43,14 @@ def test_a_model_and_its_loss(mesh):
     ids = torch.zeros(2, 10, dtype=torch.long)
     shard = {"ids": 1, "labels": 1}
     text = localised(loss, mesh, ids, ids.clone(), shard=shard)
-    named = ("split", "embedding", "gather", "all_reduce", "return")
     assert_golden(
-        lines_with(text, *named),
+        lines_with(text, "split", "embedding_1 =", "all_reduce", "return"),
         """\
 split = aten.split.Tensor(primals_2, split_size=3, dim=1)
 getitem_1 = split[1]
 split_1 = aten.split.Tensor(primals_4, split_size=3, dim=1)
 getitem_5 = split_1[1]
 embedding_1 = aten.embedding(primals_1, clone)
-view_6 = aten.view(embedding_1, size=[6, 8])
-gather_1 = aten.gather(_log_softmax_1, dim=1, index=unsqueeze_3)
-squeeze_1 = aten.squeeze.dims(gather_1, dim=[1])
-view_18 = aten.view(embedding_1, size=[6, 8])
-embedding_dense_backward_1 = aten.embedding_dense_backward(view_24, clone,
-    num_weights=16, padding_idx=-1, scale_grad_by_freq=False)
 all_reduce = _c10d_functional.all_reduce(div_2, reduce_op='sum', group_name='0')
 wait_tensor = _c10d_functional.wait_tensor(all_reduce)
 all_reduce_1 = _c10d_functional.all_reduce(embedding_dense_backward_1, reduce_op='sum',
@@ -79,22 +72,14 @@ def test_rows_of_heads_and_products_of_a_batch_stay_apart(mesh):
     weight, keys = nn.Parameter(torch.randn(8)), torch.randn(2, 5, 4)
     text = localised(scores, mesh, torch.randn(2, 10, 8), keys, shard={"x": 1})
     assert_golden(
-        lines_with(text, "softmax", "bmm", "all_gather"),
+        lines_with(text, "_softmax_1 =", "bmm_2 =", "all_gather"),
         """\
 _softmax_1 = aten._softmax(view_9, dim=3, half_to_float=False)
-view_10 = aten.view(_softmax_1, size=[2, 3, 2, 4])
-bmm_2 = aten.bmm(view_11, view_12)
-view_13 = aten.view(bmm_2, size=[2, 3, 2, 5])
-bmm_3 = aten.bmm(view_15, view_16)
-view_17 = aten.view(bmm_3, size=[2, 3, 2, 4])
-_softmax_backward_data_1 = aten._softmax_backward_data(view_18, _softmax_1, dim=3,
-    input_dtype=torch.float32)
-view_19 = aten.view(_softmax_backward_data_1, size=[2, 3, 8])""",
+bmm_2 = aten.bmm(view_11, view_12)""",
     )
 
 
 def test_a_shift_sends_the_tokens_at_borders(mesh):
-    """Forward and backward are moves of their own."""
     linear, x = nn.Linear(8, 8), torch.randn(2, 12, 8)
     text = localised(lambda x: linear(x)[:, 1:].square().sum(), mesh, x, shard={"x": 1})
     assert_golden(
@@ -128,7 +113,7 @@ def test_what_fails_on_another_rank_is_gathered_here_too(mesh, monkeypatch, capl
     x, weight = torch.randn(2, 10, 8), nn.Parameter(torch.randn(8))
     text = localised(lambda x: (x * weight).sin().sum(1), mesh, x, shard={"x": 1})
     assert_golden(
-        lines_with(text, "all_gather", "sin", "cos"),
+        lines_with(text, "all_gather", "sin_2", "cos"),
         """\
 all_gather_into_tensor = _c10d_functional.all_gather_into_tensor(mul_6, group_size=4,
     group_name='0')
