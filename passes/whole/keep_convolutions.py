@@ -10,7 +10,7 @@ and their gradients alike. A rank borrows the tokens beside its own once then
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ def _rewrite(node: fx.Node) -> bool:
     x, weight, bias, stride, padding, dilation, transposed, _, groups = args
     if transposed:
         return False
+    stride, padding, dilation = _of_each(x, stride, padding, dilation)
     source, before = _without_pad(x, padding)
     result, skipped = node, [0] * len(stride)
     while (cut := _only_cut(result)) is not None:
@@ -60,6 +61,7 @@ def _rewrite_backward(node: fx.Node) -> bool:
     grad, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = args
     if transposed:
         return False
+    stride, padding, dilation = _of_each(x, stride, padding, dilation)
     skipped = [0] * len(stride)
     while (written := _written_slice(grad)) is not None:
         grad, dim, first = written
@@ -85,6 +87,12 @@ def _rewrite_backward(node: fx.Node) -> bool:
         item.meta = dict(user.meta)
         user.replace_all_uses_with(item)
     return True
+
+
+def _of_each(x: fx.Node, *numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Yield a number for each dimension; one may stand for all."""
+    dims = x.meta["val"].ndim - 2
+    return (list(n) * dims if len(n) == 1 else list(n) for n in numbers)
 
 
 def _without_pad(x: fx.Node, padding: Sequence[int]) -> tuple[fx.Node, list[int]]:

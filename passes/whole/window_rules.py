@@ -156,7 +156,7 @@ def _convolution(
     x = _summed(x)
     spans = _spans(cp_axis, x, weight, *numbers)
     if spans is None:
-        x = _whole_positions(x)
+        x = _whole_groups(_whole_positions(x), weight, groups)
     own, groups = _groups(x, weight, groups)
     w, b = _whole(weight)[own], None if bias is None else _whole(bias)[own]
     local = x._local_tensor
@@ -188,7 +188,7 @@ def _convolution_backward(
     x, counts = _summed(x), grad.shape[2:]
     spans = _spans(cp_axis, x, weight, stride, before, counts, dilation)
     if spans is None:
-        x = _whole_positions(x)
+        x = _whole_groups(_whole_positions(x), weight, groups)
     local, g = x._local_tensor, _placed_as(grad, x)._local_tensor
     own, groups = _groups(x, weight, groups)
     if spans is not None:
@@ -210,17 +210,21 @@ def _convolution_backward(
     )
 
 
-def _groups(x: DTensor, weight: Any, groups: int) -> tuple[slice, int]:
-    """Return the channels of results that this rank makes, and its groups of them.
+def _whole_groups(x: DTensor, weight: Any, groups: int) -> DTensor:
+    """Gather channels of which ranks have no whole groups."""
+    cut = Shard(1) in x.placements
+    if not cut or groups_of_rank(x, 1, groups, weight.shape[0]) is not None:
+        return x
+    return _placed(x, [p if p == Shard(0) else Replicate() for p in x.placements])
 
-    Raises: ValueError for parts of channels that are no whole groups.
-    """
-    own: tuple[int, int] | None = (0, groups)
+
+def _groups(x: DTensor, weight: Any, groups: int) -> tuple[slice, int]:
+    """Return the channels of results that this rank makes, and its groups of them."""
+    first, count = 0, groups
     if Shard(1) in x.placements:
         own = groups_of_rank(x, 1, groups, weight.shape[0])
-    if own is None:
-        raise ValueError(f"channels are cut, but not in whole groups of {groups}")
-    first, count = own
+        assert own is not None, "channels are gathered, or whole groups"
+        first, count = own
     each = weight.shape[0] // groups
     return slice(first * each, (first + count) * each), count
 
