@@ -204,7 +204,7 @@ def _write(graph: fx.Graph, node: fx.Node, a: _Operand, b: _Operand) -> None:
         equation = f"{','.join(words)}->{''.join(result)}"
         new = call_like(graph, PRODUCT, (*factors, equation), node, value)
     added = next(iter(node.users)) if len(node.users) == 1 else None
-    if added is not None and _adds_a_row(added, node):
+    if added is not None and len(columns) <= 1 and _adds_a_row(added, node):
         args = (new, added.args[1])
         with graph.inserting_before(added):
             new = call_like(graph, aten.add.Tensor, args, added, value)

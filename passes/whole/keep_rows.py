@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.geometry.lengths import is_same
+from cpcompile.geometry.lengths import is_same, is_symbol
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.operators import OpOverload
 
@@ -110,7 +110,7 @@ def _flattened(graph: fx.Graph, view: fx.Node) -> _Rows | None:
     sizes = [before[d] for d in own]
     if split:
         behind = math.prod(after[d] for d in split)
-        if sizes[-1] % behind:
+        if is_symbol(sizes[-1]) or is_symbol(behind) or sizes[-1] % behind:
             return None
         sizes[-1] //= behind
     several = sum(not is_same(n, 1) for n in sizes) > 1

@@ -21,7 +21,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.errors import RewriteError
-from cpcompile.geometry.lengths import hashable, is_symbol
+from cpcompile.geometry.lengths import hashable, is_same, is_symbol
 from cpcompile.ops import by_rows, window_convolution
 from cpcompile.ops.dtensor.dtensor_rules import ranks_of
 from cpcompile.torch_private import pytree
@@ -161,7 +161,7 @@ class LocalCalls:
         """
         if not isinstance(x, Tensor) or isinstance(x, DTensor) or not x.ndim:
             return x
-        is_one = all(n == 1 for n in x.shape)
+        is_one = all(is_same(n, 1) for n in x.shape)
         return replicated(x, self.mesh) if is_one or any(map(is_symbol, x.shape)) else x
 
 
