@@ -227,6 +227,54 @@ class TokenLayout:
             turn = torch.where(dealt % 2 == 0, turn, last - turn)
         return turn * self.size + dealt
 
+    def places(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rank of each position's token, and its place there."""
+        lies, size = self.inverse(position.device)[position], max(self.size, 1)
+        return lies // size, lies % size
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """The rows of a flattened batch: a rank has its tokens of each sequence in turn.
+
+    [2 sequences of 4 tokens] on 2 ranks     0 1 4 5 | 2 3 6 7
+    """
+
+    tokens: TokenLayout
+    sequences: int
+
+    @property
+    def length(self) -> int:
+        """Rows of all ranks."""
+        return self.tokens.length * self.sequences
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the rows."""
+        return self.tokens.ranks
+
+    def count(self, rank: int) -> int:
+        """Return the number of rows of `rank`."""
+        return self.tokens.count(rank) * self.sequences
+
+    def permutation(self) -> Tensor:
+        """Return the rows in the order of the ranks, int64 [length]."""
+        import torch  # slow; plans are made without it
+
+        starts = torch.arange(self.sequences)[:, None] * self.tokens.length
+        own = (self.tokens.positions(rank) for rank in range(self.ranks))
+        return torch.cat([(starts + x).flatten() for x in own])
+
+    def places(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rank of each row, and its place there."""
+        import torch  # slow; plans are made without it
+
+        row = torch.arange(self.length, device=row.device)[row]  # within bounds
+        sequence, position = row // self.tokens.length, row % self.tokens.length
+        rank, place = self.tokens.places(position)
+        counts = [self.tokens.count(each) for each in range(self.ranks)]
+        return rank, sequence * torch.tensor(counts, device=row.device)[rank] + place
+
 
 def leaves_ranks_empty(length: int, ranks: int) -> bool:
     """Tell whether the contiguous layout leaves a rank without a token."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.layout import Layout, TokenLayout
+from cpcompile.geometry.layout import BatchRows, TokenLayout
 
 FILL = -1
 """The source of a piece that is a number."""
@@ -212,16 +212,16 @@ class Move:
 
 @functools.lru_cache(maxsize=128)
 def move_of(
-    sources: tuple[tuple[int, Layout | None], ...],
+    sources: tuple[TokenLayout | BatchRows | None, ...],
     pieces: tuple[Piece, ...],
-    result: TokenLayout,
+    result: TokenLayout | BatchRows,
     rank: int,
     device: torch.device,
 ) -> Move:
     """Find out what a rank copies, sends and receives.
 
     Args:
-        sources: length and layout of each; None where every rank has all of it.
+        sources: the layout of each; None where every rank has all of it.
         pieces: what makes the result.
         result: the tokens of the result that each rank has in the end.
     """
@@ -238,14 +238,12 @@ def move_of(
     target = torch.cat([torch.arange(int(n)) for n in counts])
     owner, local = reader.clone(), place.clone()
     repeats = []
-    for number, (tokens, layout) in enumerate(sources):
+    for number, layout in enumerate(sources):
         mine = source == number
         places = place[mine]
         repeats.append(bool(len(places.unique()) < len(places)))
         if layout is not None:
-            size = TokenLayout.of(layout, tokens, ranks).size
-            lies = TokenLayout.of(layout, tokens, ranks).inverse()[places]
-            owner[mine], local[mine] = lies // max(size, 1), lies % max(size, 1)
+            owner[mine], local[mine] = layout.places(places)
     is_filled, moves = source == FILL, owner != reader
     own = (reader == rank) & ~moves & ~is_filled
     goes = (owner == rank) & moves

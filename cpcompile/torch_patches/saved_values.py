@@ -22,6 +22,7 @@ from torch._functorch._activation_checkpointing.knapsack import dp_knapsack
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.checkpoint import CheckpointPolicy
 
+_MAY_SEND = ("cp", "_c10d_functional")
 _UNREACHED = 10**9  # what partitioners.py sets as dist_from_bw, far from a backward
 
 
@@ -169,12 +170,35 @@ def install() -> None:
     def choose(
         joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1
     ) -> list[fx.Node]:
+        _send_in_forward(joint_graph, node_info)
         ours = _choose.get()
         if ours is None:
             return original(joint_graph, node_info, memory_budget)
         return ours(Partitioner(joint_graph, node_info))
 
     partitioners.choose_saved_values_set = choose
+
+
+def _send_in_forward(graph: fx.Graph, info: Any) -> None:
+    """Leave no message that needs no gradient to the backward, on any rank.
+
+    Which part makes what the backward alone reads, as gradients that a function made in
+    its forward, follows from sizes, and so from the rank where shards are uneven.
+    """
+    early: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in info.tangents_closure or info.is_required_fw(node):
+            continue
+        sends = getattr(node.target, "namespace", None) in _MAY_SEND
+        if sends or not early.isdisjoint(node.users):
+            early.add(node)
+    if not early:
+        return
+    info.unclaimed_nodes -= early
+    info._required_fw_nodes |= early
+    forward = (node for node in graph.nodes if info.is_required_fw(node))
+    info.fw_order = {node: number for number, node in enumerate(forward)}
+    vars(info).pop("required_fw_nodes", None)  # it is cached
 
 
 @contextmanager

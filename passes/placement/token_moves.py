@@ -7,6 +7,7 @@ by cp::moved_tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -25,9 +26,14 @@ from cpcompile.geometry.lengths import (
     is_symbol,
     require,
 )
-from cpcompile.geometry.token_pieces import Joined, move_of
+from cpcompile.geometry.token_pieces import Joined, Piece, move_of
 from cpcompile.ops.comm.moved_tokens import WHOLE
-from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
+from cpcompile.ops.dtensor.local_part import (
+    contiguous_strides,
+    dtensor_of,
+    local_part,
+)
+from cpcompile.torch_private.distributed import StridedShard, TensorMeta
 from cpcompile.torch_private.fake_tensors import disable_current_modes
 
 from ..graph.constant_arguments import MeshAxis
@@ -70,7 +76,8 @@ def cp_move_tokens(
     Args:
         xs: DTensors that are sharded along `dim` on the axis, or not at all there, and
             plain tensors; of one dtype, and equal but for the tokens. At least one is
-            sharded.
+            sharded. The rows of a flattened batch, whose layout is contiguous, become
+            rows without a batch, but for those that are assigned to.
         how, args: "slice", start, stop, step; "roll", shift; "flip"; "pad", before,
             after, mode; "windows", size, step, dilation, before, count, side by side;
             "cat"; "assign", start, stop, step, where the second one is assigned, or
@@ -85,17 +92,24 @@ def cp_move_tokens(
             if expected(length) < _LEAST * cp_axis.size:
                 raise LengthNotSymbolic(f"ranks have less than {_LEAST} tokens")
             require(length >= _LEAST * cp_axis.size)
-    like = next(x for x in xs if isinstance(x, DTensor) and _is_split(x, cp_axis, dim))
+    split = [x for x in xs if isinstance(x, DTensor) and _is_split(x, cp_axis, dim)]
+    like = split[0]
     locals_ = []
     for x in xs:
         full = x if isinstance(x, DTensor) else cp_replicate(x, cp_axis)
         locals_.append(_local(full, like, cp_axis, dim))
-    names = [layout if _is_split(x, cp_axis, dim) else WHOLE for x in xs]
+    names = [
+        layout + _batch(x, cp_axis) if _is_split(x, cp_axis, dim) else WHOLE for x in xs
+    ]
+    result = list(like.placements)
+    if how != "assign" or like is not xs[0]:
+        result[cp_axis.axis] = Shard(dim)
+    of_result = layout if result[cp_axis.axis] == Shard(dim) else names[0]
     local = torch.ops.cp.moved_tokens(
         locals_,
         dim,
         lengths,
-        " ".join((*names, layout)),
+        " ".join((*names, of_result)),
         [*chain.from_iterable(joined.pieces)],
         joined.length,
         fill,
@@ -103,7 +117,37 @@ def cp_move_tokens(
     )
     shape = list(like.shape)
     shape[dim] = joined.length
-    return _sharded(local, like, torch.Size(shape))
+    if of_result == layout:
+        return dtensor_of(local, like.device_mesh, result, shape)
+    strides = contiguous_strides(torch.Size(shape))
+    meta = TensorMeta(torch.Size(shape), strides, local.dtype)
+    # It says more of a placement than `placements`: how a strided one is read.
+    spec = dataclasses.replace(like._spec, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def cp_part_rows(x: DTensor, cp_axis: MeshAxis, dim: int, batch: int) -> DTensor:
+    """Deal out the tokens of each sequence of a batch, whose rows are dealt out.
+
+    x [.., batch * tokens, ..] -> [.., batch, tokens, ..], sharded on the axis.
+    """
+    rows = x.shape[dim]
+    local = torch.ops.cp.moved_tokens(
+        [x._local_tensor],
+        dim,
+        [rows],
+        f"{Layout.CONTIGUOUS.value} {Layout.CONTIGUOUS.value}*{batch}",
+        [*Piece(0, 0, rows, 0)],
+        rows,
+        0.0,
+        cp_axis.mesh.get_group(cp_axis.axis).group_name,
+    )
+    placements = list(x.placements)
+    placements[cp_axis.axis] = Shard(dim + 1)
+    shape = [*x.shape[:dim], batch, rows // batch, *x.shape[dim + 1 :]]
+    return dtensor_of(
+        local.unflatten(dim, (batch, -1)), x.device_mesh, placements, shape
+    )
 
 
 def cp_split_tokens(
@@ -171,8 +215,10 @@ def _sent(
     values = [fake_value(x) for x in xs]
     lengths = [expected(x.shape[dim]) for x in values]
     joined = _MOVES[how](lengths, *args)
-    layouts = [layout if _is_split(x, cp_axis, dim) else None for x in values]
-    sources = tuple(zip(lengths, layouts, strict=True))
+    sources = tuple(
+        TokenLayout.of(layout, n, ranks) if _is_split(x, cp_axis, dim) else None
+        for n, x in zip(lengths, values, strict=True)
+    )
     result = TokenLayout.of(layout, joined.length, ranks)
     host = torch.device("cpu")
     with disable_current_modes():
@@ -185,18 +231,31 @@ def _local(x: DTensor, like: DTensor, cp_axis: MeshAxis, dim: int) -> Tensor:
     Of a source that every rank has in whole, each rank reads what its own tokens need:
     its gradient is a sum over the ranks.
     """
-    placements = list(like.placements)
+    placements: list[Placement] = list(like.placements)
     grads: list[Placement] = list(like.placements)
-    if not _is_split(x, cp_axis, dim):
+    if _is_split(x, cp_axis, dim):
+        placements[cp_axis.axis] = grads[cp_axis.axis] = x.placements[cp_axis.axis]
+    else:
         placements[cp_axis.axis] = Replicate()
         grads[cp_axis.axis] = Partial()
-    return local_part(x.redistribute(placements=placements), grads)
+    if tuple(placements) != x.placements:
+        x = x.redistribute(placements=placements)
+    return local_part(x, grads)
 
 
 def _is_split(x: Tensor, cp_axis: MeshAxis, dim: int) -> bool:
-    return isinstance(x, DTensor) and x.placements[cp_axis.axis] == Shard(dim)
+    if not isinstance(x, DTensor):
+        return False
+    placement = x.placements[cp_axis.axis]
+    return placement.is_shard(dim) or (
+        isinstance(placement, StridedShard) and placement.dim == dim
+    )
 
 
-def _sharded(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
-    """Return a local tensor as a DTensor, placed as another one."""
-    return dtensor_of(local, like.device_mesh, like.placements, shape)
+def _batch(x: Tensor, cp_axis: MeshAxis) -> str:
+    """Return what the name of a layout says of rows of a flattened batch."""
+    assert isinstance(x, DTensor)
+    placement = x.placements[cp_axis.axis]
+    if isinstance(placement, StridedShard):
+        return f"*{placement.split_factor}"
+    return ""

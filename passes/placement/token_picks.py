@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from cpcompile.geometry.layout import Layout, TokenLayout
+from cpcompile.geometry.layout import BatchRows, Layout, TokenLayout
 from cpcompile.geometry.token_pieces import sliced
 from cpcompile.ops.dtensor.local_part import local_part
+from cpcompile.torch_private.distributed import StridedShard
 
 from ..graph.constant_arguments import MeshAxis
 
@@ -80,8 +81,11 @@ def _own(
     Where it has none the first token stands for it.
     """
     length, rank = x.shape[dim], cp_axis.mesh.get_local_rank(cp_axis.axis)
-    tokens = TokenLayout.of(Layout(layout), length, cp_axis.size)
-    start, count = tokens.start(rank), tokens.count(rank)
+    placement = x.placements[cp_axis.axis]
+    batch: Any = placement.split_factor if isinstance(placement, StridedShard) else 1
+    each = TokenLayout.of(Layout(layout), length // batch, cp_axis.size)
+    tokens = each if batch == 1 else BatchRows(each, batch)
+    count = tokens.count(rank)
     if isinstance(index, slice):
         (piece,), chosen = sliced(length, index.start, index.stop, index.step)
         whole = torch.arange(chosen, device=x.device) * piece.step + piece.start
@@ -92,13 +96,12 @@ def _own(
         whole = index.full_tensor() if isinstance(index, DTensor) else index
     # torch looks at the bounds, and counts negative numbers from the end.
     flat = whole.reshape(-1).long()  # torch gathers by other integers, too
-    index = tokens.inverse(x.device)[flat].reshape(whole.shape)
+    owner, place = (n.reshape(whole.shape) for n in tokens.places(flat))
     local = local_part(x)
     if count == 0:  # ranks make the same calls
         local = F.pad(local, (0, 0) * (x.ndim - 1 - dim) + (0, 1))
-    lies = index - start
-    valid = (lies >= 0) & (lies < count)
-    return local, torch.where(valid, lies, 0), valid
+    valid = owner == rank
+    return local, torch.where(valid, place, 0), valid
 
 
 def _summed(picked: Tensor, has: Tensor, x: DTensor, cp_axis: MeshAxis) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from cpcompile.torch_private.fake_tensors import disable_current_modes
 from cpcompile.torch_private.operators import OpOverload
 
 from ..flow.trial import DRAWS_NUMBERS
+from ..graph.constant_arguments import MeshAxis
 from .composition_rules import composition_rules
 from .cut_alike import cut_alike, local_of, placements_of
 from .data_indices import index_rules
@@ -37,6 +38,7 @@ from .row_programs import row_rules
 from .sequence_moves import move_rules
 from .shared_mixer_rules import shared_mixer_rules
 from .token_order import TokenOrder
+from .token_picks import PICKS, PUTS, pick_rules
 from .uneven_views import viewed
 from .window_rules import window_rules
 
@@ -44,12 +46,15 @@ aten = torch.ops.aten
 
 
 class CallRules:
-    """The rules for tokens in one order."""
+    """The rules for tokens in one order.
 
-    def __init__(self, order: TokenOrder) -> None:
+    lengths: of sequences, which may become more.
+    """
+
+    def __init__(self, order: TokenOrder, lengths: Collection[Any] = ()) -> None:
         self.order = order
         self._known: dict[Any, Callable[..., Any]] = {
-            **move_rules(order.cp_axis, order.layout),
+            **move_rules(order.cp_axis, order.layout, lengths),
             **composition_rules(),
             **shared_mixer_rules(order.cp_axis),
             **window_rules(order.cp_axis),
@@ -58,9 +63,12 @@ class CallRules:
             **row_rules(order),
             **product_rules(order),
             **REDUCTIONS,
+            aten.view.default: functools.partial(_view, order.cp_axis, lengths),
             MOVE: functools.partial(moved, chunks=None),
             LATENT_KEYS: functools.partial(latent_step, order.cp_axis),
         }
+        for call, few in pick_rules(order.cp_axis, order.layout, lengths).items():
+            self._known[call] = _or(few, self.of(call))
 
     def of(self, call: Any) -> Callable[..., Any]:
         """Return what to run for a call on DTensors: a rule of ours, or the call."""
@@ -70,15 +78,25 @@ class CallRules:
         return rule
 
 
+def _or(few: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a rule for calls that read few tokens, and for those that do not."""
+
+    def either(*args: Any, **options: Any) -> Any:
+        result = None if options else few(*args)
+        return rule(*args, **options) if result is None else result
+
+    return either
+
+
 def cuts_in_order(call: Any) -> bool:
     """Tell whether a rule of ours cuts what is whole, in the order of the tokens."""
-    ours = (*_ROWS, *BOTH, aten.native_dropout.default, PRODUCT)
+    ours = (*_ROWS, *BOTH, *PUTS, aten.native_dropout.default, PRODUCT)
     return call in ours or _is_element_wise(call)
 
 
 def adds_up(call: Any) -> bool:
     """Tell whether all that a call sends are sums, which have no order."""
-    return call in (*REDUCTIONS, *BOTH) or _is_element_wise(call)
+    return call in (*REDUCTIONS, *BOTH, *PICKS) or _is_element_wise(call)
 
 
 def _rule_of(call: Any, order: TokenOrder) -> Callable[..., Any]:
@@ -88,8 +106,6 @@ def _rule_of(call: Any, order: TokenOrder) -> Callable[..., Any]:
         return functools.partial(_dropout, order)
     if call is aten.expand.default:
         return _expand
-    if call is aten.view.default:
-        return functools.partial(_view, order)
     if call in _DRAWING:
         return _drawing(call)
     if isinstance(call, OpOverload) and torch.Tag.nondeterministic_seeded in call.tags:
@@ -172,7 +188,9 @@ def _expand(x: Any, sizes: Sequence[int], **options: Any) -> Any:
     return aten.expand.default(summed(x), sizes, **options)
 
 
-def _view(order: TokenOrder, x: Any, sizes: Sequence[int]) -> Any:
+def _view(
+    cp_axis: MeshAxis, lengths: Collection[Any], x: Any, sizes: Sequence[int]
+) -> Any:
     """View x; copy it first if a rule of ours gave it another order in memory.
 
     Without dimensions of one entry, with which DTensor flattens no uneven shard.
@@ -186,7 +204,8 @@ def _view(order: TokenOrder, x: Any, sizes: Sequence[int]) -> Any:
         x = DTensor(local, spec, requires_grad=False)
     cut = {getattr(p, "dim", None) for p in x.placements}
     ones = [d for d, n in enumerate(x.shape) if is_same(n, 1) and d not in cut]
-    return viewed(x.squeeze(ones) if ones and cut - {None} else x, sizes, order.cp_axis)
+    x = x.squeeze(ones) if ones and cut - {None} else x
+    return viewed(x, sizes, cp_axis, lengths)
 
 
 def _can_view(x: Tensor, sizes: Sequence[int]) -> bool:

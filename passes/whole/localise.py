@@ -63,6 +63,7 @@ from .order_tokens import order_tokens, relayouts
 from .other_axes import MOVE, Chunks, TokenWise, chunk_in_order, chunks_after, moved
 from .sequence_moves import MOVES
 from .token_order import TokenOrder, in_order
+from .token_picks import is_picked_often
 
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
 _OURS = ("cp", WHOLE)  # operators that read what they need of a value that is whole
@@ -131,8 +132,11 @@ class Localise(EdgeValues):
     ) -> None:
         super().__init__(joint, edges, calls, order)
         self.failed = dict(failed)
-        self.rules = {True: CallRules(order)}
-        self.rules[False] = CallRules(replace(order, layout=Layout.CONTIGUOUS))
+        contiguous = replace(order, layout=Layout.CONTIGUOUS)
+        self.rules = {
+            laid_out: CallRules(tokens, self.lengths)
+            for laid_out, tokens in ((True, order), (False, contiguous))
+        }
         self.token_wise = TokenWise()
         self.old = [x for x in self.graph.nodes if x.op == "call_function"]
 
@@ -304,7 +308,8 @@ class Localise(EdgeValues):
         if not any(isinstance(x, DTensor) for x in given):
             laid_out = None  # between steps that make keys of latents
         try:
-            call, operands = self._local_call(node, laid_out)
+            rule: Any = node.target if is_picked_often(node) else None
+            call, operands = self._local_call(node, laid_out, rule)
             value = value_of(call)
             problem = _shape_problem(value, node.meta.get("val"))
             if laid_out and self._meet(node, call):
@@ -425,10 +430,14 @@ class Localise(EdgeValues):
     def _attended(self, pair: Pair) -> Pair:
         """Cut an operand of attention, which DTensor would cut in natural order."""
         value, local = pair
-        if not isinstance(value, Tensor) or self.is_shard(value):
+        if not isinstance(value, Tensor):
             return pair
         if not isinstance(value, DTensor):
             value = replicated(value, self.ctx.mesh)
+        elif self.is_shard(value):
+            if self.order.tokens_of(value) is not None:
+                return pair
+            value, local = self.gathered(value, local, False)  # as parts of a batch
         placements = list(value.placements)
         placements[self.ctx.axis] = Shard(2)
         return self.cut(value, local, tuple(placements), True)

@@ -314,7 +314,9 @@ class _Ordering:
         value = pytree.tree_leaves(self.known.values[node])[0]
         operands = [self.known.values[x] for x in node.all_input_nodes]
         cut = [x for x in (value, *operands) if is_cut(x, self.order)]
-        if layout is not Layout.CONTIGUOUS and not all(map(self._has_tokens, cut)):
+        of_batch = any("*" in str(move.args[3]) for move in moves)
+        known = not of_batch and all(map(self._has_tokens, cut))
+        if layout is not Layout.CONTIGUOUS and not known:
             return None
         sent = sum(_sent(move, layout, self.ctx.ranks) for move in moves)
         tokens = self.order.tokens_of(value)
@@ -373,7 +375,10 @@ def _sent(move: fx.Node, layout: Layout, ranks: int) -> int:
     length: Any
     _, _, lengths, names, fields, length, *_ = move.args
     sources = zip(lengths, str(names).split(), strict=False)
-    every = tuple((n, None if name == WHOLE else layout) for n, name in sources)
+    every = tuple(
+        None if name == WHOLE else TokenLayout.of(layout, n, ranks)
+        for n, name in sources
+    )
     width = len(Piece._fields)
     pieces = tuple(Piece(*fields[i : i + width]) for i in range(0, len(fields), width))
     result = TokenLayout.of(layout, length, ranks)

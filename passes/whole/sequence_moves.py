@@ -7,14 +7,16 @@ slice_backward, constant_pad_nd, roll, flip, cat, slice_scatter: likewise
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.layout import Layout
+from cpcompile.geometry.lengths import is_symbol
+from cpcompile.torch_private.distributed import StridedShard
 from cpcompile.torch_private.operators import OpOverload
 
 from ..graph.constant_arguments import MeshAxis
@@ -26,11 +28,16 @@ Move = Callable[..., tuple[list[Any], int, str, tuple[Any, ...]] | None]
 
 
 def move_rules(
-    cp_axis: MeshAxis, layout: Layout = Layout.CONTIGUOUS
+    cp_axis: MeshAxis,
+    layout: Layout = Layout.CONTIGUOUS,
+    lengths: Collection[Any] = (),
 ) -> dict[Any, Callable[..., Any]]:
-    """Return the rules for tokens in a layout, by call."""
+    """Return the rules for tokens in a layout, by call.
+
+    lengths: of sequences, so that rows of a batch of them are known.
+    """
     return {
-        call: functools.partial(_run, call, move, cp_axis, layout)
+        call: functools.partial(_run, call, move, cp_axis, layout, lengths)
         for call, move in MOVES.items()
     }
 
@@ -40,38 +47,52 @@ def _run(
     move: Move,
     cp_axis: MeshAxis,
     layout: Layout,
+    lengths: Collection[Any],
     *args: Any,
     **options: Any,
 ) -> Any:
     moved = None if options else move(cp_axis, *args)
-    if moved is None:
+    if moved is None or not all(
+        is_known(x, cp_axis, layout, lengths) for x in moved[0]
+    ):
         return call(*args, **options)
     sources, dim, how, more = moved
     return cp_move_tokens(sources, cp_axis, dim, how, *more, layout=layout.value)
 
 
-def _is_cut(x: Any, cp_axis: MeshAxis, dim: int) -> bool:
+def is_cut(x: Any, cp_axis: MeshAxis, dim: int) -> bool:
     """Tell whether x is cut along `dim`, on the axis of the sequence alone."""
     if not isinstance(x, DTensor) or are_few(x.shape[dim], cp_axis.size):
         return False
-    cut = [axis for axis, p in enumerate(x.placements) if p == Shard(dim)]
-    return cut == [cp_axis.axis]
+    dims = (getattr(p, "dim", None) for p in x.placements)
+    return [axis for axis, cut in enumerate(dims) if cut == dim] == [cp_axis.axis]
 
 
-def _bounds(size: Any, start: Any, stop: Any, step: int) -> tuple[Any, Any, int]:
-    """Return what slice.indices says, of sizes that may be symbols."""
+def is_known(
+    x: Any, cp_axis: MeshAxis, layout: Layout, lengths: Collection[Any]
+) -> bool:
+    """Tell whether each rank's tokens of x are known: rows of a batch may be not."""
+    rows = x.placements[cp_axis.axis] if isinstance(x, DTensor) else None
+    if not isinstance(rows, StridedShard):
+        return True
+    count, pieces = x.shape[rows.dim], rows.split_factor
+    if is_symbol(count) or layout is not Layout.CONTIGUOUS:
+        return False
+    tokens = count // pieces
+    return tokens % cp_axis.size == 0 or tokens in lengths
+
+
+def bounds_of(size: Any, start: Any, stop: Any, step: int) -> tuple[Any, Any, Any]:
+    """Return start, end and count of a slice; sizes may be symbols."""
 
     def place(n: Any) -> Any:
         at = n + size if n < 0 else n
         return size if at > size else max(at, 0)
 
     begin = place(0 if start is None else start)
-    return begin, place(size if stop is None else stop), step
-
-
-def _count(begin: Any, end: Any, step: int) -> Any:
-    """Return how many entries a slice has."""
-    return (end - begin + step - 1) // step if end > begin else 0
+    end = place(size if stop is None else stop)
+    count = (end - begin + step - 1) // step if end > begin else 0
+    return begin, end, count
 
 
 def _slice(
@@ -83,9 +104,8 @@ def _slice(
     step: int = 1,
 ) -> Any:
     dim %= x.ndim
-    begin, end, step = _bounds(x.shape[dim], start, stop, step)
-    count = _count(begin, end, step)
-    if not _is_cut(x, cp_axis, dim) or count == x.shape[dim]:
+    begin, end, count = bounds_of(x.shape[dim], start, stop, step)
+    if not is_cut(x, cp_axis, dim) or count == x.shape[dim]:
         return None
     if are_few(count, cp_axis.size):
         return None
@@ -102,8 +122,8 @@ def _slice_backward(
     step: int,
 ) -> Any:
     dim %= x.ndim
-    begin, end, step = _bounds(sizes[dim], start, stop, step)
-    if not _is_cut(x, cp_axis, dim) or step != 1 or x.shape[dim] == sizes[dim]:
+    begin, end, _ = bounds_of(sizes[dim], start, stop, step)
+    if not is_cut(x, cp_axis, dim) or step != 1 or x.shape[dim] == sizes[dim]:
         return None
     return [x], dim, "pad", (begin, sizes[dim] - end, "constant")
 
@@ -115,7 +135,7 @@ def _pad(cp_axis: MeshAxis, x: Any, pad: Sequence[int], value: float = 0.0) -> A
     dim = x.ndim - 1 - at[0] // 2
     before, after = pad[at[0]], pad[at[0] + 1]
     tokens = x.shape[dim] + before + after
-    if not _is_cut(x, cp_axis, dim) or are_few(tokens, cp_axis.size):
+    if not is_cut(x, cp_axis, dim) or are_few(tokens, cp_axis.size):
         return None
     return [x], dim, "pad", (before, after, "constant")
 
@@ -123,13 +143,13 @@ def _pad(cp_axis: MeshAxis, x: Any, pad: Sequence[int], value: float = 0.0) -> A
 def _roll(
     cp_axis: MeshAxis, x: Any, shifts: Sequence[int], dims: Sequence[int] = ()
 ) -> Any:
-    if len(dims) != 1 or not _is_cut(x, cp_axis, dim := dims[0] % x.ndim):
+    if len(dims) != 1 or not is_cut(x, cp_axis, dim := dims[0] % x.ndim):
         return None
     return [x], dim, "roll", (shifts[0],)
 
 
 def _flip(cp_axis: MeshAxis, x: Any, dims: Sequence[int]) -> Any:
-    if len(dims) != 1 or not _is_cut(x, cp_axis, dim := dims[0] % x.ndim):
+    if len(dims) != 1 or not is_cut(x, cp_axis, dim := dims[0] % x.ndim):
         return None
     return [x], dim, "flip", ()
 
@@ -137,7 +157,7 @@ def _flip(cp_axis: MeshAxis, x: Any, dims: Sequence[int]) -> Any:
 def _cat(cp_axis: MeshAxis, xs: Sequence[Any], dim: int = 0) -> Any:
     tensors = [x for x in xs if isinstance(x, Tensor)]
     dim %= tensors[0].ndim
-    if not any(_is_cut(x, cp_axis, dim) for x in tensors):
+    if not any(is_cut(x, cp_axis, dim) for x in tensors):
         return None
     if len({x.dtype for x in tensors}) > 1:
         return None
@@ -154,9 +174,8 @@ def _slice_scatter(
     step: int = 1,
 ) -> Any:
     dim %= x.ndim
-    begin, end, step = _bounds(x.shape[dim], start, stop, step)
-    count = _count(begin, end, step)
-    if not _is_cut(x, cp_axis, dim) or count == x.shape[dim] or x.dtype != source.dtype:
+    begin, end, count = bounds_of(x.shape[dim], start, stop, step)
+    if not is_cut(x, cp_axis, dim) or count == x.shape[dim] or x.dtype != source.dtype:
         return None
     return [x, source], dim, "assign", (begin, end, step)
 

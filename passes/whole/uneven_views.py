@@ -11,27 +11,35 @@ rank (sequence_moves).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from cpcompile.geometry.lengths import is_same
+from cpcompile.geometry.lengths import hashable, is_same, is_symbol
 
 from ..graph.constant_arguments import MeshAxis
-from ..placement.token_moves import are_few
+from ..placement.token_moves import are_few, cp_part_rows
 from .sequence_moves import move_rules
 
 aten = torch.ops.aten
 
 
-def viewed(x: DTensor, sizes: Sequence[Any], cp_axis: MeshAxis) -> Any:
-    """Return aten.view(x, sizes) for a shard of tokens that has the order of memory."""
+def viewed(
+    x: DTensor, sizes: Sequence[Any], cp_axis: MeshAxis, lengths: Collection[Any]
+) -> Any:
+    """Return aten.view(x, sizes) for a shard of tokens that has the order of memory.
+
+    lengths: of sequences.
+    """
     sizes = list(sizes)
     if -1 in sizes:
         known = math.prod(n for n in sizes if n != -1)
         sizes[sizes.index(-1)] = math.prod(x.shape) // known
+    rows = _rows_of_batch(x, sizes, cp_axis, lengths)
+    if rows is not None:
+        return aten.view.default(rows, sizes)
     found = _of_shard(x, sizes, cp_axis)
     if found is None:
         return aten.view.default(x, sizes)
@@ -47,6 +55,24 @@ def viewed(x: DTensor, sizes: Sequence[Any], cp_axis: MeshAxis) -> Any:
     windows = x.shape[dim] // math.prod(parts[1:])
     padded = [*sizes[:target], windows, *sizes[target + 1 :]]
     return _first(aten.view.default(x, padded), target, parts[0], cp_axis)
+
+
+def _rows_of_batch(
+    x: DTensor, sizes: list[Any], cp_axis: MeshAxis, lengths: Collection[Any]
+) -> DTensor | None:
+    """Return rows, of which each rank has a piece, [.., batch, tokens, ..] by tokens.
+
+    None if x is viewed as something else.
+    """
+    p = x.placements[cp_axis.axis]
+    if type(p) is not Shard or sum(y.is_shard() for y in x.placements) != 1:
+        return None
+    pairs = joined_dims(list(x.shape), sizes)
+    parts = next((b for a, b in pairs if a == [p.dim]), [])
+    of_batch = parts[1:2] if len(parts) == 2 else []
+    if not any(hashable(sizes[d]) in lengths for d in of_batch) or is_symbol(x.shape[p.dim]):
+        return None
+    return cp_part_rows(x, cp_axis, p.dim, sizes[parts[0]])
 
 
 def _of_shard(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cpcompile.geometry.layout import Chunks, Layout, TokenLayout
+from cpcompile.geometry.layout import BatchRows, Layout, TokenLayout
 from cpcompile.geometry.token_pieces import Move, Piece, move_of
 from cpcompile.ops.comm.communicating import goes_back_by
 from cpcompile.ops.comm.communication import as_bytes, call_site, group_by_name
@@ -46,7 +46,8 @@ def moved_tokens(
         dim: the dimension of the tokens, counted from 0.
         lengths: the tokens of each source on all ranks together.
         layouts: the layouts of the sources and of the result, by their names, with
-            spaces; "whole" for a source that every rank has in whole.
+            spaces; "whole" for a source that every rank has in whole, "contiguous*2"
+            for the rows of two sequences, see BatchRows.
         pieces: the fields of one Piece after the other, equal on every rank.
         length: the tokens of the result on all ranks together.
         fill: the number of pieces that have no source.
@@ -59,8 +60,9 @@ def moved_tokens(
     """
     pg = group_by_name(group)
     move = plan(lengths, layouts, pieces, length, pg.size(), pg.rank(), xs[0].device)
-    _check(xs, dim, lengths, layouts, pg.size(), pg.rank())
-    result = _with_tokens(xs[0], dim, Chunks(length, pg.size()).count(pg.rank()))
+    *counts, count = _local_counts(layouts, [*lengths, length], pg.size(), pg.rank())
+    _check(xs, dim, lengths, layouts, counts, pg.rank())
+    result = _with_tokens(xs[0], dim, count)
     if len(move.filled):
         result.index_fill_(dim, move.filled, fill)
     sent = _buffer(xs[0], dim, sum(move.sent))
@@ -102,7 +104,7 @@ def moved_tokens_backward(
         sent, move.received, move.sent, move, group, "the gradient of "
     )
     results = []
-    counts = _local_counts(lengths, layouts, pg.size(), pg.rank())
+    counts = _local_counts(_of_sources(layouts), lengths, pg.size(), pg.rank())
     for count, copies, repeats in zip(counts, move.kept, move.repeats, strict=True):
         # Several summands of one token are rounded once.
         dtype = accumulation_dtype(grad.dtype) if repeats else grad.dtype
@@ -125,12 +127,44 @@ def plan(
     device: torch.device,
 ) -> Move:
     """Return what a rank does; arguments as of cp::moved_tokens."""
-    *of_sources, of_result = layouts.split()
-    named = [None if name == WHOLE else Layout(name) for name in of_sources]
+    *sources, result = _layouts(layouts, [*lengths, length], ranks)
+    assert result is not None
     rows = [pieces[i : i + _FIELDS] for i in range(0, len(pieces), _FIELDS)]
-    result = TokenLayout.of(Layout(of_result), length, ranks)
-    sources = tuple(zip(lengths, named, strict=True))
-    return move_of(sources, tuple(Piece(*row) for row in rows), result, rank, device)
+    parts = tuple(Piece(*row) for row in rows)
+    return move_of(tuple(sources), parts, result, rank, device)
+
+
+def _layouts(
+    names: str, lengths: Sequence[int], ranks: int
+) -> list[TokenLayout | BatchRows | None]:
+    """Return what the names of layouts say, of as many tokens each."""
+    found: list[TokenLayout | BatchRows | None] = []
+    for name, length in zip(names.split(), lengths, strict=True):
+        layout, _, sequences = name.partition("*")
+        if layout == WHOLE:
+            found.append(None)
+        elif sequences:
+            batch = int(sequences)
+            tokens = TokenLayout.of(Layout(layout), length // batch, ranks)
+            found.append(BatchRows(tokens, batch))
+        else:
+            found.append(TokenLayout.of(Layout(layout), length, ranks))
+    return found
+
+
+def _local_counts(
+    names: str, lengths: Sequence[int], ranks: int, rank: int
+) -> list[int]:
+    """Return the tokens that a rank has of each."""
+    layouts = _layouts(names, lengths, ranks)
+    return [
+        n if layout is None else layout.count(rank)
+        for n, layout in zip(lengths, layouts, strict=True)
+    ]
+
+
+def _of_sources(layouts: str) -> str:
+    return layouts.rpartition(" ")[0]
 
 
 def _with_tokens(
@@ -173,40 +207,31 @@ def _exchange(
     return received, work
 
 
-def _local_counts(
-    lengths: Sequence[int], layouts: str, ranks: int, rank: int
-) -> list[int]:
-    names = layouts.split()[:-1]
-    return [
-        n if name == WHOLE else Chunks(n, ranks).count(rank)
-        for n, name in zip(lengths, names, strict=True)
-    ]
-
-
 def _check(
     xs: Sequence[Tensor],
     dim: int,
     lengths: Sequence[int],
     layouts: str,
-    ranks: int,
+    counts: Sequence[int],
     rank: int,
 ) -> None:
-    counts = _local_counts(lengths, layouts, ranks, rank)
     for x, count in zip(xs, counts, strict=True):
         if not 0 <= dim < x.ndim or x.shape[dim] != count:
             raise ValueError(
                 f"cp::moved_tokens: got a source {tuple(x.shape)} and dim {dim} on "
-                f"rank {rank} of {ranks}, with lengths {list(lengths)} in layouts "
-                f"{layouts!r}; needed {count} tokens on that dim. Pass as many as "
-                "torch.chunk deals out"
+                f"rank {rank}, with lengths {list(lengths)} in layouts {layouts!r}; "
+                f"needed {count} tokens on that dim. Pass as many as torch.chunk deals "
+                "out"
             )
 
 
 @moved_tokens.register_fake
 def _(xs: Sequence[Tensor], dim: int, *rest: Any) -> Tensor:
-    *_, length, _, group = rest
+    _, layouts, _, length, _, group = rest
     pg = group_by_name(group)
-    return _with_tokens(xs[0], dim, Chunks(length, pg.size()).count(pg.rank()))
+    result = layouts.split()[-1]
+    (count,) = _local_counts(result, [length], pg.size(), pg.rank())
+    return _with_tokens(xs[0], dim, count)
 
 
 @moved_tokens_backward.register_fake
@@ -214,7 +239,7 @@ def _(
     grad: Tensor, dim: int, lengths: Sequence[int], layouts: str, *rest: Any
 ) -> list[Tensor]:
     pg = group_by_name(rest[-1])
-    counts = _local_counts(lengths, layouts, pg.size(), pg.rank())
+    counts = _local_counts(_of_sources(layouts), lengths, pg.size(), pg.rank())
     return [_with_tokens(grad, dim, count) for count in counts]
 
 

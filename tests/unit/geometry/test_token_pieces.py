@@ -11,28 +11,34 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cpcompile.geometry import token_pieces
-from cpcompile.geometry.layout import Layout, TokenLayout
+from cpcompile.geometry.layout import BatchRows, Layout, TokenLayout
 from cpcompile.geometry.token_pieces import FILL, Joined, move_of
 
 CPU = torch.device("cpu")
-layouts = st.sampled_from(Layout)
+layouts = st.sampled_from([*Layout, "rows"])
 number = st.none() | st.integers(-40, 40)
 slices = st.builds(slice, number, number, st.none() | st.integers(1, 5))
 fill = -7  # no token of a sequence
 
 
-def moved(
-    joined: Joined, whole: Sequence[Tensor], given: Sequence[Layout | None], ranks: int
-) -> Tensor:
+def dealt(layout: Layout | str | None, tokens: int, ranks: int):
+    """A layout; that of "rows" has two sequences where the number is even."""
+    if not isinstance(layout, str):
+        return layout and TokenLayout.of(layout, tokens, ranks)
+    batch = 2 - tokens % 2
+    return BatchRows(TokenLayout.of(Layout.ZIGZAG, tokens // batch, ranks), batch)
+
+
+def moved(joined: Joined, whole: Sequence[Tensor], given, ranks: int) -> Tensor:
     """What the ranks have in the end, from what each has of the sources.
 
     given: layouts of the sources, None for what every rank has, and of the result.
     """
     *of_sources, last = given
-    assert last is not None
-    lengths = [len(x) for x in whole]
-    sources = tuple(zip(lengths, of_sources, strict=True))
-    result = TokenLayout.of(last, joined.length, ranks)
+    each = zip(of_sources, map(len, whole), strict=True)
+    sources = tuple(dealt(layout, n, ranks) for layout, n in each)
+    result = dealt(last, joined.length, ranks)
+    order = result.permutation()
     moves = [
         move_of(sources, tuple(joined.pieces), result, rank, CPU)
         for rank in range(ranks)
@@ -41,9 +47,9 @@ def moved(
     for rank, move in enumerate(moves):
         parts = [
             x
-            if layout is None
-            else x[TokenLayout.of(layout, len(x), ranks).positions(rank)]
-            for x, layout in zip(whole, of_sources, strict=True)
+            if tokens is None
+            else x[tokens.permutation()].split([*map(tokens.count, range(ranks))])[rank]
+            for x, tokens in zip(whole, sources, strict=True)
         ]
         own = torch.full((result.count(rank),), -1)
         own[move.filled] = fill
@@ -59,7 +65,7 @@ def moved(
         move.arriving.copy(torch.cat(came), results[rank], 0)
     travels = any(len(x) for sent in buffers for x in sent)
     assert {move.is_local for move in moves} == {not travels}
-    return torch.cat(results)[result.inverse()]
+    return torch.cat(results)[order.argsort()]
 
 
 @settings(deadline=None)
@@ -164,6 +170,6 @@ def test_few_tokens_travel():
         joined = token_pieces.sliced(4096, 1, None, 1)
         result = TokenLayout.of(layout, 4095, 8)
         for rank in range(8):
-            sources = ((4096, layout),)
+            sources = (TokenLayout.of(layout, 4096, 8),)
             move = move_of(sources, tuple(joined.pieces), result, rank, CPU)
             assert sum(move.sent) <= most and sum(move.received) <= most
