@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cpcompile.errors import RewriteError
 from cpcompile.passes.graph.context import Context, InputKind
+from cpcompile.passes.graph.memory_order import memory_order
 from cpcompile.passes.whole.edges import Edges
 from cpcompile.passes.whole.other_axes import enter_other_axes, moves_are_calls
 from cpcompile.passes.whole.parameter_calls import settle_gradients
@@ -113,5 +114,8 @@ def _mean_of_all(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return what x is after it was written to."""
-    return source.to(x).expand(x.shape).clone()
+    """Return what x is after it was written to: its memory keeps its order."""
+    order = memory_order(x) or tuple(range(x.ndim))
+    whole = source.to(x).expand(x.shape).permute(order)
+    back = sorted(range(x.ndim), key=order.__getitem__)
+    return whole.clone(memory_format=torch.contiguous_format).permute(back)
