@@ -70,6 +70,8 @@ class Compilation:
             lists["saved"] = self.saving.found
         if self.folding is not None:
             lists["folded"] = self.folding.found
+        if self.edges is not None:
+            lists["outcomes"] = self.edges.outcomes
         return lists
 
     def compile(
@@ -110,6 +112,19 @@ def compiled_or_loaded(
         inputs: local ones, fake or real.
         all_gather_text: takes a text of this rank, and gives those of all ranks.
     """
+    program = _compiled_or_loaded(gm, inputs, how, all_gather_text)
+    if how.edges is not None:
+        for outcome in how.edges.outcomes:
+            outcome.tell(how.edges.ctx.findings)
+    return program
+
+
+def _compiled_or_loaded(
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    how: Compilation,
+    all_gather_text: AllGatherText,
+) -> CompiledProgram:
     with dead_collectives.partitions() as graphs:
 
         def texts() -> dict[str, str]:
@@ -117,7 +132,7 @@ def compiled_or_loaded(
 
         if how.options.inner != "inductor":
             return CompiledProgram(how.compile(gm, inputs, keep=False), texts())
-        key = _key(gm, how) if how.edges is None and _may_keep(inputs) else None
+        key = _key(gm, how) if _may_keep(inputs) else None
         findings = CompilationFindings(how.lists(), texts)
         return CompiledProgram(
             *load_or_compile(
@@ -155,6 +170,7 @@ def _key(gm: fx.GraphModule, how: Compilation) -> ProgramKey | None:
         f"mode {how.options.mode}",
         f"tiles {how.tiling.key()}, saving {saving}, folding {how.folding is not None}",
         f"sources {sources}",
+        f"edges {how.edges and how.edges.key()}",
         *(f"{name}: {value}" for name, value in around.items()),
         *_places(gm),
     ]

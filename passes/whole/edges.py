@@ -21,15 +21,28 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from cpcompile.cost.plans import Plan
 from cpcompile.geometry.layout import Layout
+from cpcompile.logs import warn_once
 from cpcompile.options import GradSync
 
-from ..graph.context import PARAMETERS, Context, GraphInput, InputKind, OutputPlacement
+from ..graph.context import (
+    PARAMETERS,
+    Context,
+    Findings,
+    GraphInput,
+    InputKind,
+    OutputPlacement,
+)
 from ..graph.nodes import layout_outside
 from ..model.sharding.program_outputs import is_gathered
 from .local_calls import placed
 
 Placements = tuple[Placement, ...]
+_FOUND = (
+    *("gathered_results", "rows_by_hand", "localised"),
+    *("relayouts", "relayouts_cancelled"),
+)
 
 
 @dataclass
@@ -38,6 +51,7 @@ class Edges:
 
     inputs: of Dynamo's graph, in order. parameters: their places.
     count: of results. results: by place, how each leaves; None if whole.
+    outcomes: one, when the graph is that of a rank.
     """
 
     ctx: Context
@@ -45,6 +59,28 @@ class Edges:
     parameters: frozenset[int]
     count: int
     results: dict[int, OutputPlacement | None] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def key(self) -> str:
+        """Return all that the graph of a rank depends on, beside the whole graph."""
+        ctx, findings = self.ctx, self.ctx.findings
+        later = [x.name for x in findings.later_results]
+        limits = ctx.gather_limit, ctx.later_bytes, ctx.keeps_layout, ctx.strict
+        asked = ctx.strategy, ctx.layout, ctx.memory_budget, ctx.tie_fraction
+        return (
+            f"{self.inputs} {self.parameters} {self.count} {findings.outputs} {later} "
+            f"{ctx.axis} {limits} {asked} {ctx.profile} {ctx.plan_texts()} "
+            f"{list(findings.balanced_plans.values())}"
+        )
+
+    def note(self, warnings: Sequence[str]) -> None:
+        """Note what became of the graph, with what was warned of."""
+        results, findings = self.results, self.ctx.findings
+        outputs = findings.outputs
+        outputs[:] = [results.get(place) or x for place, x in enumerate(outputs)]
+        found = {name: getattr(findings, name) for name in _FOUND}
+        plans = tuple(findings.plans.values())
+        self.outcomes.append(Outcome(found, outputs, plans, tuple(warnings)))
 
     def input(self, node: fx.Node) -> tuple[GraphInput | None, bool]:
         """Return what an input is, and whether it is a parameter or an activation."""
@@ -123,6 +159,29 @@ class Edges:
     def place(self, note: Any) -> int | None:
         """Return the place of a result of Dynamo's graph, by what is noted of it."""
         return note.idx if isinstance(note, PlainAOTOutput) else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is found out of the graph of a rank, which is kept with its program.
+
+    found: fields of the findings. warnings: of which each process is told.
+    """
+
+    found: dict[str, Any]
+    outputs: list[OutputPlacement | None]
+    plans: tuple[Plan, ...]
+    warnings: tuple[str, ...]
+
+    def tell(self, findings: Findings) -> None:
+        """Write it where a program was compiled, or loaded."""
+        for name, value in self.found.items():
+            setattr(findings, name, value)
+        findings.outputs[:] = self.outputs
+        for call, plan in zip(list(findings.plans), self.plans, strict=True):
+            findings.plans[call] = plan
+        for text in self.warnings:
+            warn_once(text)
 
 
 def placed_as(x: DTensor, placements: Placements) -> DTensor:

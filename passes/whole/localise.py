@@ -89,7 +89,12 @@ def localise(graph: fx.Graph, program: WholeProgram) -> int:
     fake_mode = detect_fake_mode(inputs)
     assert fake_mode is not None, "AOTAutograd's inputs are fake"
     failed: dict[str, str] | None = {}
-    with fake_mode, torch.no_grad(), failing_quietly():
+    with (
+        fake_mode,
+        torch.no_grad(),
+        failing_quietly(),
+        warn_once.collected() as warned,
+    ):
         calls = LocalCalls(ctx.mesh, program.table, _symbols(graph))
         order = TokenOrder(MeshAxis(ctx.mesh, ctx.axis))
         while failed is not None:
@@ -102,9 +107,7 @@ def localise(graph: fx.Graph, program: WholeProgram) -> int:
                 order, failed = found, attempt.failed  # Note [Two attempts]
                 attempt.undo()
         count = attempt.finish()
-    results = program.edges.results
-    outputs = ctx.findings.outputs
-    outputs[:] = [results.get(place) or x for place, x in enumerate(outputs)]
+    program.edges.note(warned)
     return count
 
 

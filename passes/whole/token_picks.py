@@ -61,9 +61,7 @@ def pick_rules(
     }
     rules[aten.gather.default] = functools.partial(_gather, cp_axis, layout, lengths)
     for call, places in _BACKWARDS.items():
-        rules[call] = functools.partial(
-            _put, call, places, cp_axis, layout, lengths
-        )
+        rules[call] = functools.partial(_put, call, places, cp_axis, layout, lengths)
     return rules
 
 

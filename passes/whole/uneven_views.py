@@ -70,7 +70,9 @@ def _rows_of_batch(
     pairs = joined_dims(list(x.shape), sizes)
     parts = next((b for a, b in pairs if a == [p.dim]), [])
     of_batch = parts[1:2] if len(parts) == 2 else []
-    if not any(hashable(sizes[d]) in lengths for d in of_batch) or is_symbol(x.shape[p.dim]):
+    if not any(hashable(sizes[d]) in lengths for d in of_batch) or is_symbol(
+        x.shape[p.dim]
+    ):
         return None
     return cp_part_rows(x, cp_axis, p.dim, sizes[parts[0]])
 
