@@ -100,7 +100,7 @@ whole_mask_share: float = 1.0
 
 # The graph that is sharded: "model" is Dynamo's; "joint" is AOTAutograd's, forward and
 # backward.
-graph: Literal["model", "joint"] = "model"
+graph: Literal["model", "joint"] = "joint"
 
 if TYPE_CHECKING:
 

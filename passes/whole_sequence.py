@@ -30,6 +30,7 @@ from .whole.keep_products import keep_products
 from .whole.keep_rows import keep_rows
 from .whole.leave_for_later import leave_for_later
 from .whole.localise import WholeProgram, localise
+from .whole.refuse_attention import refuse_attention
 from .whole.row_programs import keep_programs
 
 CAPTURED: tuple[GraphPass[Context], ...] = (
@@ -42,6 +43,7 @@ CAPTURED: tuple[GraphPass[Context], ...] = (
     find_latents,
     choose_strategy,
     insert_attention,
+    refuse_attention,  # what is left over shared tokens
     ask_policies,
     pad_convolutions,
     fold_scans,

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from cpcompile.accounting.read import Accounting
 from cpcompile.compile import failing_call
+from cpcompile.compile.capture import is_whole
 from cpcompile.compile.warm_start import Compilation, compiled_or_loaded
 from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.inputs import (
@@ -62,7 +63,7 @@ def assemble(
     tensor subclass; differentiable calls outside unwrap DTensors and wrap results.
     """
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.findings.outputs, ctx.mesh
-    whole = setting("graph") == "joint" and bool(runs)
+    whole = bool(runs) and is_whole(ctx)
     local_inputs = [
         (whole_example(node) if whole else local_example(node))
         if graph_input.has_local_part

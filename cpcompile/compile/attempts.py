@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.compile.assembly import CompiledCallable, assemble
-from cpcompile.compile.capture import captured
+from cpcompile.compile.capture import captured, is_whole
 from cpcompile.errors import (
     DropoutError,
     InputError,
@@ -127,7 +127,7 @@ class Attempts:
         if length is None:
             return None
         ways = [partial(self._for_all, length)]
-        if setting("graph") == "joint":
+        if is_whole(self._context(self.gm)):
             ways = [partial(self._for_shares, length)]
         elif not self.request.is_padded:
             # What pad_tokens changes may be what torch cannot do with symbols.
@@ -221,7 +221,7 @@ class Attempts:
         tokens: TokensPerRank | None = None,
     ) -> tuple[CompiledCallable, dict[str, str]]:
         """Compile; return the program and what must be the same on every rank."""
-        joint = setting("graph") == "joint"
+        joint = is_whole(ctx)
         runs = run_passes(module, CAPTURED if joint else MODEL, ctx)
         if joint:
             captured(module.graph, ctx)

@@ -17,18 +17,17 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.errors import RewriteError
 from cpcompile.passes.graph.context import Context, InputKind
 from cpcompile.passes.graph.memory_order import memory_order
+from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.whole.edges import Edges
 from cpcompile.passes.whole.other_axes import enter_other_axes, moves_are_calls
 from cpcompile.passes.whole.parameter_calls import settle_gradients
+from cpcompile.settings import setting
 from cpcompile.torch_private.dynamo import functorch_config
 from cpcompile.torch_private.operators import get_decompositions
 
 aten = torch.ops.aten
-
-# What the graph of the whole sequence does not have yet.
 
 
 def captured(graph: fx.Graph, ctx: Context) -> None:
@@ -36,10 +35,8 @@ def captured(graph: fx.Graph, ctx: Context) -> None:
 
     All ranks call this.
 
-    Raises: RewriteError for what the graph of the whole sequence lacks;
-    RankMismatchError.
+    Raises: RankMismatchError.
     """
-    _check(ctx)
     # They decide how often `localise` has the ranks meet.
     ctx.compare(ctx.plan_texts())
     settle_gradients(graph, ctx)
@@ -58,17 +55,15 @@ def traces_whole(edges: Edges | None) -> Iterator[None]:
         yield
 
 
-def _check(ctx: Context) -> None:
-    lacks = [
-        f"inputs: {x.kind.value}"
-        for x in ctx.inputs.values()
-        if x.kind is InputKind.OTHER_AXES and x.placements
-    ]
-    if lacks:
-        raise RewriteError(
-            f'cpcompile.config.graph is "joint", which lacks {lacks[0]}; needed '
-            '"model", or tokens that are no chunks of other mesh axes'
-        )
+def is_whole(ctx: Context) -> bool:
+    """Tell whether a graph is sharded behind AOTAutograd.
+
+    Tokens that are chunks of other axes of the mesh are sharded before.
+    """
+    inputs = ctx.inputs.items()
+    chunks = (x.kind is InputKind.OTHER_AXES and x.placements for _, x in inputs)
+    tensors = (isinstance(fake_value(node), Tensor) for node, _ in inputs)
+    return setting("graph") == "joint" and any(tensors) and not any(chunks)
 
 
 @functools.cache

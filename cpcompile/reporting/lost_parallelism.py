@@ -27,6 +27,7 @@ from cpcompile.logs import warn_once
 from cpcompile.passes.graph.constant_arguments import Callee
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.nodes import all_nodes, fake_value, where
+from cpcompile.passes.graph.rule_to_write import rule_to_write
 from cpcompile.passes.model.patterns.unmatched import NOT_KNOWN, is_product
 from cpcompile.passes.model.sharding.gathered_calls import LEAST_BYTES, LEAST_PART
 from cpcompile.reporting.graph_report import GraphReport
@@ -42,14 +43,12 @@ from cpcompile.torch_patches.graph_breaks import (
     break_at,
     breaks,
 )
-from cpcompile.torch_private.operators import OpOverload
 
 MOST_WORK = 1.2
 """Work of all ranks together over one device's; more is a reason for a warning."""
 _NAMED = 5  # lines
 # By process group: lengths of the sequences that attention calls had in any graph.
 _attended: dict[str, set[int]] = {}
-_WITH_RULES = ("aten", "prims", "cp")  # operators that are no custom ones
 _SAMPLES = 2  # dimensions of values that have no sequence: samples and channels
 _CORRECT = ". Results stay correct; "
 AFTER_BREAK = "torch_dynamo_resume_in_"  # Dynamo's name of what follows a break
@@ -160,26 +159,12 @@ def _rule_to_write(graph: fx.Graph) -> str:
         call, args, value = node.target, node.args, fake_value(node)
         if args and isinstance(args[0], Callee):  # on gathered tensors
             call, args = args[0].function, args[2:]
-        if not isinstance(call, OpOverload) or call.namespace in _WITH_RULES:
-            continue
-        if not isinstance(value, Tensor) or value.ndim < 2:
-            continue
-        names = [x.name for x in call._schema.arguments]
-        operands = dict(zip(names, args, strict=False)) | node.kwargs
-        shards = [_placement(fake_value(operands.get(x)), value) for x in names]
-        return (
-            f"; or, if {call} at {where(node)} computes every token by itself, say so "
-            "before the first call, by torch.distributed.tensor.experimental: "
-            f"register_sharding(torch.ops.{call})(lambda {', '.join(names)}: "
-            f"[([Shard(1)], [{', '.join(shards)}])])"
-        )
+        given = tuple(map(fake_value, args))
+        named = {name: fake_value(x) for name, x in node.kwargs.items()}
+        text = rule_to_write(call, where(node), given, named, value)
+        if text:
+            return text
     return ""
-
-
-def _placement(operand: object, result: Tensor) -> str:
-    if not isinstance(operand, Tensor):
-        return "None"
-    return "Shard(1)" if operand.shape[:2] == result.shape[:2] else "Replicate()"
 
 
 def _about_attention_by_hand(ctx: Context, report: GraphReport) -> None:

@@ -239,7 +239,7 @@ class Findings:
     later_results: list[LaterResult] = field(default_factory=list)
     # shard_graph: results that leave whole: "add [2, 16, 8]"
     gathered_results: list[str] = field(default_factory=list)
-    # localise: softmaxes by hand, by name, with the dimension that is cut; all calls
+    # localise: softmaxes by hand, by name, with the dimension that is cut; shared calls
     rows_by_hand: dict[str, int] = field(default_factory=dict)
     localised: int = 0
     # shard_graph: inputs that are cut where they meet sharded values, with dimension

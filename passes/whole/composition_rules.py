@@ -40,7 +40,7 @@ def composition_rules() -> dict[Any, Callable[..., Any]]:
     """Return the rules, by call."""
     forward = {x.forward: functools.partial(_forward, x.call) for x in COMPOSITIONS}
     return forward | {
-        x.backward: functools.partial(_backward, x.call) for x in COMPOSITIONS
+        x.backward: functools.partial(gradient_of_calls, x.call) for x in COMPOSITIONS
     }
 
 
@@ -58,7 +58,7 @@ def _forward(
     return out.detach(), lse.detach(), saved
 
 
-def _backward(
+def gradient_of_calls(
     call: OpOverload,
     grad: Any,
     grad_lse: Any,

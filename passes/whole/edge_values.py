@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
 from cpcompile.geometry.layout import Layout
-from cpcompile.geometry.lengths import hashable
+from cpcompile.geometry.lengths import hashable, is_symbol
 from cpcompile.torch_private import pytree
 
 from ..graph.context import GraphInput, InputKind
@@ -156,7 +156,9 @@ class EdgeValues(LocalValues):
             return x
         self.like, value = x, self.value(x)
         if isinstance(value, py_sym_types):
-            return self.write(_size, (value,), ())[1]
+            if is_symbol(value):
+                return self.write(_size, (value,), ())[1]
+            return x if x.op == "placeholder" else value.node.maybe_as_int()
         place, known = self.edges.place(note), self.edges.gradient(note)
         if place is not None:
             placements = self.edges.leaves(place, x, value)

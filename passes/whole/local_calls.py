@@ -31,6 +31,7 @@ from ..flow.misread_rules import MisreadRules, must_not_wait
 from ..flow.trial import untrue
 from ..graph.constant_arguments import MeshAxis
 from ..graph.local_notes import NOTES
+from .composition_rules import gradient_of_calls
 
 _DECOMPOSED: dict[Any, Callable[..., Any]] = {
     **window_convolution.DECOMPOSED,
@@ -128,7 +129,9 @@ class LocalCalls:
                 _with_local(x, next(parts)) if isinstance(x, Tensor) else x
                 for x in leaves
             ]
-            if any(isinstance(x, DTensor) for x in leaves):
+            # What a composition saved may be local, and then stays so.
+            is_composed = getattr(call, "func", None) is gradient_of_calls
+            if not is_composed and any(isinstance(x, DTensor) for x in leaves):
                 given = [self._countable(x) for x in given]
             args, kwargs = pytree.tree_unflatten(given, tree)
             misread = MisreadRules()  # type: ignore[no-untyped-call]

@@ -50,6 +50,7 @@ from cpcompile.torch_private.fake_tensors import detect_fake_mode, failing_quiet
 from ..graph.constant_arguments import MeshAxis
 from ..graph.graph_pass import graph_pass
 from ..graph.nodes import where
+from ..graph.rule_to_write import rule_to_write
 from ..model.layouts.lay_out_tokens import note_relayouts
 from .attention_nodes import cut_places, is_attention, needs_order, with_layout
 from .call_rules import CallRules
@@ -61,7 +62,7 @@ from .local_calls import Decompositions, LocalCall, LocalCalls, copied, replicat
 from .local_values import Made, Pair, value_of
 from .order_tokens import order_tokens, relayouts
 from .other_axes import MOVE, Chunks, TokenWise, chunk_in_order, chunks_after, moved
-from .sequence_moves import MOVES
+from .sequence_moves import MOVES, SPLITS
 from .token_order import TokenOrder, in_order
 from .token_picks import is_picked_often
 
@@ -173,10 +174,15 @@ class Localise(EdgeValues):
             name = node.meta.get("custom", {}).get(BY_HAND)
             if name is not None and node.target in _SOFTMAX and self.is_shard(made):
                 findings.rows_by_hand[name] = made.placements[self.ctx.axis].dim
-        findings.localised = len(self.old)
+        findings.localised = sum(map(self._is_shared, self.old))
         for name, reason in self.failed.items():
             warn_once(f"{name} runs on gathered tensors, because {reason}")
         return len(self.old)
+
+    def _is_shared(self, node: fx.Node) -> bool:
+        """Tell whether ranks have parts of what a call reads or returns."""
+        values = [self.values.get(x) for x in (node, *node.all_input_nodes)]
+        return any(map(self.is_shard, pytree.tree_leaves(values)))
 
     def _visit(self, node: fx.Node) -> None:
         self.like = node
@@ -307,8 +313,8 @@ class Localise(EdgeValues):
     def _of_shards(self, node: fx.Node) -> Pair:
         """Write a call on shards, or else on whole tensors."""
         laid_out: bool | None = self.order.is_laid_out(node)
-        given = [self.values[x] for x in node.all_input_nodes]
-        if not any(isinstance(x, DTensor) for x in given):
+        operand_values = [self.values[x] for x in node.all_input_nodes]
+        if not any(isinstance(x, DTensor) for x in operand_values):
             laid_out = None  # between steps that make keys of latents
         try:
             rule: Any = node.target if is_picked_often(node) else None
@@ -320,6 +326,9 @@ class Localise(EdgeValues):
         except Exception as error:  # whatever DTensor's rules raise
             check_refusal(error, f"{node.target} on shards")
             problem = f"DTensor cannot shard it here ({_first_line(error)})"
+            given, named = fx.node.map_arg((node.args, node.kwargs), self.values.get)
+            result = node.meta.get("val")
+            problem += rule_to_write(node.target, where(node), given, named, result)
             if communicates(node.target) or is_attention(node):
                 text = f"{node.target} at {where(node)}: {problem}"
                 raise RewriteError(text) from error
@@ -333,7 +342,7 @@ class Localise(EdgeValues):
 
     def _meet(self, node: fx.Node, call: LocalCall) -> bool:
         """Tell whether tokens may meet in a call that is on laid out ones."""
-        if is_attention(node) or node.target in MOVES:
+        if is_attention(node) or node.target in (*MOVES, *SPLITS):
             return False
         return constants(call, self.order, node.target) is None
 

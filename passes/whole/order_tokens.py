@@ -39,7 +39,7 @@ from .attention_nodes import forward_of, is_attention, keys_of, needs_order, pla
 from .cut_constants import constants, is_cut
 from .local_calls import LocalCall
 from .local_values import LocalValues
-from .sequence_moves import MOVES
+from .sequence_moves import MOVES, SPLITS
 from .token_order import TokenOrder, Vertex
 
 _MOVE = torch.ops.cp.moved_tokens.default
@@ -198,7 +198,7 @@ class _Ordering:
             sources = [self.known.values[x] for x in node.all_input_nodes]
             return 0.0, self._reorder_seconds([*sources, *values])
         moves = _moves(made.call)
-        if moves and node.target in MOVES:
+        if moves and node.target in (*MOVES, *SPLITS):
             found = [self._move_seconds(node, moves, x) for x in self._layouts()]
             return found[0] or 0.0, found[1]
         if constants(made.call, self.order, node.target) is None:
@@ -311,9 +311,10 @@ class _Ordering:
         self, node: fx.Node, moves: Sequence[fx.Node], layout: Layout
     ) -> float | None:
         """Return the seconds of a call that moves tokens; None if it cannot be."""
-        value = pytree.tree_leaves(self.known.values[node])[0]
+        values = pytree.tree_leaves(self.known.values[node])
+        value = values[0]
         operands = [self.known.values[x] for x in node.all_input_nodes]
-        cut = [x for x in (value, *operands) if is_cut(x, self.order)]
+        cut = [x for x in (*values, *operands) if is_cut(x, self.order)]
         of_batch = any("*" in str(move.args[3]) for move in moves)
         known = not of_batch and all(map(self._has_tokens, cut))
         if layout is not Layout.CONTIGUOUS and not known:

@@ -20,9 +20,12 @@ from cpcompile.torch_private.distributed import StridedShard
 from cpcompile.torch_private.operators import OpOverload
 
 from ..graph.constant_arguments import MeshAxis
-from ..placement.token_moves import are_few, cp_move_tokens
+from ..placement.token_moves import are_few, cp_move_tokens, cp_split_tokens
 
 aten = torch.ops.aten
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+MOST_PICKS = 8
+"""More picks of one value cost more messages than to gather it once."""
 Move = Callable[..., tuple[list[Any], int, str, tuple[Any, ...]] | None]
 """Returns sources, dimension, what moves them, and how; None if nothing moves."""
 
@@ -36,10 +39,13 @@ def move_rules(
 
     lengths: of sequences, so that rows of a batch of them are known.
     """
-    return {
+    rules: dict[Any, Callable[..., Any]] = {
         call: functools.partial(_run, call, move, cp_axis, layout, lengths)
         for call, move in MOVES.items()
     }
+    for call in SPLITS:
+        rules[call] = functools.partial(_split, call, cp_axis, layout, lengths)
+    return rules
 
 
 def _run(
@@ -58,6 +64,29 @@ def _run(
         return call(*args, **options)
     sources, dim, how, more = moved
     return cp_move_tokens(sources, cp_axis, dim, how, *more, layout=layout.value)
+
+
+def _split(
+    call: OpOverload,
+    cp_axis: MeshAxis,
+    layout: Layout,
+    lengths: Collection[Any],
+    x: Any,
+    sizes: Any,
+    dim: int = 0,
+) -> Any:
+    """Cut a sequence into some; few tokens of one are those of every rank."""
+    dim %= x.ndim
+    if not is_cut(x, cp_axis, dim) or not is_known(x, cp_axis, layout, lengths):
+        return call(x, sizes, dim)
+    total, parts = x.shape[dim], sizes
+    if isinstance(sizes, int):
+        starts = range(0, 0 if is_symbol(total) else total, sizes)
+        parts = [min(sizes, total - start) for start in starts]
+    few = [n for n in parts if are_few(n, cp_axis.size)]
+    if any(map(is_symbol, [total, *parts])) or len(few) > MOST_PICKS:
+        return call(x, sizes, dim)
+    return cp_split_tokens(x, cp_axis, dim, parts, layout.value)
 
 
 def is_cut(x: Any, cp_axis: MeshAxis, dim: int) -> bool:

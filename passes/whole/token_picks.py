@@ -27,11 +27,9 @@ from ..placement.token_moves import are_few
 from ..placement.token_picks import cp_gather_at, cp_pick_tokens
 from .cut_alike import placements_of
 from .reduced_tokens import summed
-from .sequence_moves import bounds_of, is_cut, is_known
+from .sequence_moves import MOST_PICKS, bounds_of, is_cut, is_known
 
 aten = torch.ops.aten
-_MOST = 8
-"""More picks of one value cost more messages than to gather it once."""
 
 
 def is_picked_often(node: fx.Node) -> bool:
@@ -39,7 +37,7 @@ def is_picked_often(node: fx.Node) -> bool:
     if node.target is not aten.select.int:
         return False
     users = node.all_input_nodes[0].users
-    return sum(x.target is aten.select.int for x in users) > _MOST
+    return sum(x.target is aten.select.int for x in users) > MOST_PICKS
 
 
 def pick_rules(

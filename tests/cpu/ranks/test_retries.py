@@ -87,7 +87,7 @@ class Forward(Model):
 
 
 def run_model(make, door, **options):
-    return compare(make, SPLIT_UNEVENLY, 2, door, **options)
+    return compare(make, SPLIT_UNEVENLY, 2, door, graph="model", **options)
 
 
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
@@ -105,7 +105,7 @@ def test_the_call_is_gathered_on_every_rank(pools, make, door):
 
 def run_not_found(strict: bool):
     try:
-        return compare(Forward, SPLIT_UNEVENLY, 2, strict=strict)
+        return compare(Forward, SPLIT_UNEVENLY, 2, strict=strict, graph="model")
     except BackendCompilerFailed as error:
         return "\n".join([str(error), *error.inner_exception.__notes__])
 

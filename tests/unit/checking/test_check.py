@@ -111,19 +111,28 @@ Decoder on 4 ranks, forward and backward (default options; predicted for cpu)
 
   attention    2 of 2 calls shared out: 2 hybrid
   inputs       tokens dim 1 (inferred)
-  work         all ranks do 1.04 times that of one device (1.00 in the forward, 1.06 in
-               the backward); 37.3 MFLOP per rank
-  received     0.622 MiB per rank: attention 0.375, value 0.187, gradient 0.060
-  gathered     received  how         for      MiB  messages  line
-               forward   all-gather  value  0.094         1  test_check.py:N, in forward
-               forward   all-gather  value  0.094         1  test_check.py:N, in forward
+  work         all ranks do 1.00 times that of one device (1.00 in the forward, 1.00 in
+               the backward); 35.7 MFLOP per rank
+  received     0.962 MiB per rank: attention 0.375, value 0.340, gradient 0.154, result
+               0.094
+  gathered     received  how             for       MiB  messages  line
+               forward   all-gather      value   0.094         1  test_check.py:N, in forward
+               forward   all-gather      value   0.094         1  test_check.py:N, in forward
+               forward   all-gather      result  0.094         1  test_check.py:N, in forward
+               backward  all-gather      value   0.094         1  test_check.py:N, in forward
+               backward  reduce-scatter  value   0.047         1  test_check.py:N, in forward (head)
+               forward   all-reduce      value   0.012         3  test_check.py:N, in forward (3 calls)
   graph        1 graph, no break
-  fits         about 1,578,324 tokens in 1 GB per rank: 0.000168 GB of parameters,
-               gradients and Adam, and for a token the 2.5 KiB that the forward saves at
+  fits         about 2,003,708 tokens in 1 GB per rank: 0.000168 GB of parameters,
+               gradients and Adam, and for a token the 1.9 KiB that the forward saves at
                this length, without what the backward needs beside; 1 row. A longer loss
                runs in tiles and saves less: check an input of that length
+  then         results leave the model whole, 0.094 MiB on every rank, made at
+               test_check.py:N, in forward: 0.123 ms, 7% of the step; return only what
+               you need, or name it: cpcompile.config.outputs = ["loss"];
+               gather_outputs_megabytes = 0 leaves results sharded
 
-NEXT: 0.187 MiB gathered at test_check.py:N, in forward: 0.246 ms, 20% of the step;
+NEXT: 0.293 MiB gathered at test_check.py:N, in forward: 0.384 ms, 23% of the step;
       what reorders tokens by data, or loops over parts of them, gathers all of them:
       mask tokens instead (labels of -100, weights of zero), reorder hidden states and
       not logits, call on all tokens at once""",
@@ -163,7 +172,7 @@ def test_attention_that_is_shared_out_by_rows():
     report = check("by hand", memory=1e9)
     assert {x.form for x in report.attention} == {"rows"}
     assert "by rows: layers.0: it is of no form" in " ".join(str(report).split())
-    assert "0.188 MiB gathered at" in report.next and "(layers.0)" in report.next
+    assert "0.375 MiB gathered at" in report.next and "(layers.0)" in report.next
     assert "; call F.scaled_dot_product_attention" in report.next
     assert report.longest is None
     assert "cannot be said: attention by hand may save weights" in str(report)
@@ -197,7 +206,7 @@ def test_a_mistake_of_cpcompile(monkeypatch):
     monkeypatch.setattr(refusals, "raises_mistakes", False)
     names = {"__name__": "cpcompile.made_up"}
     exec("def fails(graph, ctx): raise KeyError('cat')", names)
-    monkeypatch.setattr(attempts, "MODEL", (names["fails"],))
+    monkeypatch.setattr(attempts, "CAPTURED", (names["fails"],))
     report = check()
     assert report.refused == "a mistake in cpcompile, KeyError: 'cat'"
     assert report.work_ratio == pytest.approx(4.0)

@@ -102,7 +102,7 @@ def test_passes_and_autograd_are_phases(one_rank, monkeypatch):
     torch.compile(attend, backend="cp", options=options)(x)
     assert found[0] == "pass inline_attention_modules"
     assert found[-3:] == [
-        "pass lay_out_tokens",
+        "pass keep_calls",
         "AOTAutograd, forward and backward",
         "waits for the other ranks",
     ]

@@ -1,0 +1,52 @@
+"""Refuse attention over shared tokens that is none of ours, as a mask beside is_causal.
+
+It would run on all tokens, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.fx as fx
+
+from cpcompile.errors import RewriteError
+from cpcompile.logs import warn_once, warn_unsharded
+
+from ..graph.context import AttentionCall, Context
+from ..graph.graph_pass import graph_pass
+from ..graph.nodes import fake_mode_of, fake_value
+from ..model.attention.find_attention import attention_operands, unplanned_calls
+from ..model.sharding.sequence_dims import SequenceDims
+
+
+@graph_pass(reads=("calls",))
+def refuse_attention(graph: fx.Graph, ctx: Context) -> int:
+    """Return how many such calls there are.
+
+    Raises: RewriteError for one over a sharded sequence, if strict.
+    """
+    for call in (left := unplanned_calls(ctx).values()):
+        assert call.unsupported is not None, "it is not planned for a reason"
+        message = (
+            f"attention at {call.path} (node {call.node.name}): {call.unsupported}"
+        )
+        if not any(_shared(graph, ctx, call)):
+            warn_unsharded(f"attention at {call.path}", call.unsupported)
+        elif ctx.strict:
+            raise RewriteError(message)
+        else:
+            warn_once(f"{call.node.name} runs on gathered tensors, because {message}")
+    return len(left)
+
+
+def _shared(graph: fx.Graph, ctx: Context, call: AttentionCall) -> Iterator[bool]:
+    """Tell of each input that is sharded whether the tokens of a call are its own."""
+    operands = attention_operands(call.node)
+    tokens = [(x, fake_value(x).ndim - 2) for x in operands]
+    on = fake_mode_of(graph), ctx.mesh, ctx.axis
+    dims = SequenceDims(graph, tokens, *on)
+    for node, known in ctx.inputs.items():
+        at = known.placements[ctx.axis] if known.placements else None
+        dim = getattr(at, "dim", known.dim)
+        if dim is not None:
+            yield any(x.dim.dim == dim for x in dims.found.get(node, ()))
