@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[1]
 PASSES = ROOT / "passes"
 FAMILIES = "families.md"
 _TUPLES = {
-    "MODEL": "On the graph that Dynamo makes, of the whole sequence",
+    "MODEL": "On the graph that Dynamo makes, by `cp.config.graph = \"model\"`",
     "CAPTURED": "On the graph that Dynamo makes, before the joint graph is traced",
-    "WHOLE": "On the joint graph of the whole sequence, by `cp.config.graph`",
+    "WHOLE": "On the joint graph of the whole sequence",
     "JOINT": "On the joint graph of forward and backward that AOTAutograd makes",
     "LOCAL": "On the graphs of one rank, in Inductor's compilation",
 }

@@ -185,8 +185,6 @@ LOSSES = {
     "index_put": Loss(how="index_put"),
     "mean of chunks": Loss(of_chunk=True, chunk=16),
 }
-GATHERED = {"index_put", "mean of chunks"}
-"""Which positions of a chunk, and the count of a chunk, depend on what is in it."""
 
 
 class Model(nn.Module):

@@ -55,8 +55,6 @@ from ...placement.scan_calls import scanned_in_parts
 from ...placement.scan_parts import cp_scanned_in_parts
 from ...placement.window_attention import cp_window_attention
 from ..attention.find_attention import attention_operands, unrewritten
-from ..functions.chunked_function import chunked_function
-from ..functions.function_bodies import is_autograd_function
 from ..moves.move_rules import moved_tokens
 from ..moves.window_views import in_windows, window_view, windows_flattened
 from ..mutation.functionalise_writes import steps_to_part
@@ -118,8 +116,6 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     rule = RULES.get(canonical_call(node).name)
     if spelled(node) == "einsum":  # any number of operands: it has no names for them
         rule = token_products
-    if distributed and is_autograd_function(node):
-        rule = chunked_function
     if known.joint_of(node) is not None:  # the user's DTensors, as DTensor has them
         rule = None
     decision = None if rule is None else rule(known, node)

@@ -12,6 +12,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from cpcompile import config
 from cpcompile.compile import inner_compilers
 from tests.cpu.against_one_process import compare
 
@@ -87,7 +88,8 @@ class Forward(Model):
 
 
 def run_model(make, door, **options):
-    return compare(make, SPLIT_UNEVENLY, 2, door, graph="model", **options)
+    with config.patch(graph="model"):
+        return compare(make, SPLIT_UNEVENLY, 2, door, **options)
 
 
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
@@ -105,7 +107,8 @@ def test_the_call_is_gathered_on_every_rank(pools, make, door):
 
 def run_not_found(strict: bool):
     try:
-        return compare(Forward, SPLIT_UNEVENLY, 2, strict=strict, graph="model")
+        with config.patch(graph="model"):
+            return compare(Forward, SPLIT_UNEVENLY, 2, strict=strict)
     except BackendCompilerFailed as error:
         return "\n".join([str(error), *error.inner_exception.__notes__])
 

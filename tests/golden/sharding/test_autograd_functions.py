@@ -1,4 +1,4 @@
-"""Autograd functions: writes become functional, chunks of tokens are shared out."""
+"""Autograd functions: writes become functional."""
 
 import torch
 
@@ -6,55 +6,10 @@ from cpcompile.passes.model.functions.function_bodies import (
     function_bodies,
     is_autograd_function,
 )
-from tests.golden.capture import body, capture, sharded, warnings, without_lines
-from tests.golden.golden_text import assert_golden, bare_calls, lines_with
+from tests.golden.capture import body, sharded
+from tests.golden.golden_text import assert_golden
 from tests.golden.operands import attend
-from tests.support.fused_losses import LOSSES, Model, Writing, batch
-
-
-def captured(mesh, kind):
-    return capture(Model(kind), *batch(16), mesh=mesh)
-
-
-def lines(found):
-    wanted = lines_with(
-        bare_calls(found.text), "_function", "cp_place(", "= cp_replicated["
-    )
-    return "\n".join(x for x in wanted.splitlines() if "get_attr" not in x)
-
-
-def test_a_fused_loss_runs_on_the_tokens_of_each_rank(mesh, caplog):
-    """Every rank counts all labels, and takes its own to compute with."""
-    found = captured(mesh, LOSSES["scatter_add_"])
-    assert_golden(
-        lines(found),
-        """\
-cp_place = cp_place(arg, (_S(0, 2),))
-autograd_function_apply = cp_row_parallel_function(cp_replicate_4, y_1, cp_replicate_3,
-    getattr_1, getattr_2, getattr_3, getattr_4, cp_place)
-cp_gather = cp_gather(autograd_function_apply[0])""",
-    )
-    assert warnings(caplog) == []
-
-
-def test_a_mean_of_every_chunk_is_gathered(mesh, caplog):
-    """Which tokens count together depends on the chunks."""
-    found = captured(mesh, LOSSES["mean of chunks"])
-    assert_golden(
-        lines(found),
-        """\
-cp_replicated = cp_replicated(autograd_function_apply, autograd_function_apply_forward,
-    autograd_function_apply_backward, arg, y_1, cp_replicate_3, getattr_1, getattr_2,
-    non_differentiable_idx=[], saved_for_backward_idx=[0, 1])""",
-    )
-    (warning,) = warnings(caplog)
-    assert_golden(
-        without_lines(warning),
-        """\
-autograd_function_apply at <top level> (LINE) runs on gathered tensors, because DTensor
-    cannot shard it here (it takes its tokens in chunks, and add of <top level> (LINE)
-    is not computed alike for all tokens); the result is correct, only slower""",
-    )
+from tests.support.fused_losses import Writing
 
 
 def test_a_function_without_writes_stays(mesh):

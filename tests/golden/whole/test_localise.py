@@ -1,6 +1,7 @@
 """The joint graph of the whole sequence becomes that of one rank."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -93,6 +94,34 @@ moved_tokens_1 = cp.moved_tokens([view_10], dim=1, lengths=[11],
     layouts='contiguous contiguous', pieces=[-1, 0, 12, 0, 1, 1, 0, 0, 11, 1, 1, 1],
     length=12, fill=0, group='0')
 view_11 = aten.view(moved_tokens_1, size=[2, 3, 8])""",
+    )
+    assert "all_gather" not in text
+
+
+def test_chunks_of_rows_and_the_last_token(mesh):
+    """Each rank has its share of a chunk; the token is a sum of what ranks have."""
+
+    def loss(x):
+        rows = linear(x).flatten(0, 1).split(8)
+        y = torch.cat([linear(part).softmax(-1) for part in rows]).view(2, 12, 8)
+        return y.mul(x).sum() + linear(y)[:, -1].cos().sum()
+
+    linear, x = nn.Linear(8, 8, bias=False), torch.randn(2, 12, 8)
+    text = localised(loss, mesh, x, shard={"x": 1})
+    moves = re.findall(r"lengths=(\[.*?\]).*?layouts='(.*?)'", text, re.DOTALL)
+    assert_golden(
+        "\n".join(" ".join(move).replace("contiguous", "c") for move in moves),
+        """\
+[24] c*2 c
+[24] c*2 c
+[24] c*2 c
+[8, 8, 8] c c c c
+[24] c c*2
+[24] c*2 c
+[24] c*2 c
+[24] c*2 c
+[8, 8, 8] c c c c
+[24] c c*2""",
     )
     assert "all_gather" not in text
 
