@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PASSES = ROOT / "passes"
 FAMILIES = "families.md"
 _TUPLES = {
-    "MODEL": "On the graph that Dynamo makes, by `cp.config.graph = \"model\"`",
+    "MODEL": 'On the graph that Dynamo makes, by `cp.config.graph = "model"`',
     "CAPTURED": "On the graph that Dynamo makes, before the joint graph is traced",
     "WHOLE": "On the joint graph of the whole sequence",
     "JOINT": "On the joint graph of forward and backward that AOTAutograd makes",
