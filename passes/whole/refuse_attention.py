@@ -1,6 +1,7 @@
 """Refuse attention over shared tokens that is none of ours, as a mask beside is_causal.
 
-It would run on all tokens, on every rank.
+It would run on all tokens, on every rank. Attention by hand is left to its calls, which
+DTensor shares out by rows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch.fx as fx
 
 from cpcompile.errors import RewriteError
 from cpcompile.logs import warn_once, warn_unsharded
+from cpcompile.ops.plain_attention import plain_attention
 
 from ..graph.context import AttentionCall, Context
 from ..graph.graph_pass import graph_pass
@@ -25,7 +27,12 @@ def refuse_attention(graph: fx.Graph, ctx: Context) -> int:
 
     Raises: RewriteError for one over a sharded sequence, if strict.
     """
-    for call in (left := unplanned_calls(ctx).values()):
+    left = [
+        call
+        for node, call in unplanned_calls(ctx).items()
+        if node.target is not plain_attention
+    ]
+    for call in left:
         assert call.unsupported is not None, "it is not planned for a reason"
         message = (
             f"attention at {call.path} (node {call.node.name}): {call.unsupported}"
