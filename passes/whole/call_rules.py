@@ -65,6 +65,7 @@ class CallRules:
             **REDUCTIONS,
             aten.view.default: functools.partial(_view, order.cp_axis, lengths),
             MOVE: functools.partial(moved, chunks=None),
+            aten.embedding_dense_backward.default: _looked_up_often,
             LATENT_KEYS: functools.partial(latent_step, order.cp_axis),
         }
         for call, few in pick_rules(order.cp_axis, order.layout, lengths).items():
@@ -181,6 +182,19 @@ def _dropout(order: TokenOrder, x: Any, p: float, train: bool | None) -> Any:
     factors, mask = aten.native_dropout.default(whole, p, train)
     _, factors, mask = cut_alike([x, factors, mask], order)
     return x * factors, mask
+
+
+def _looked_up_often(
+    grad: Any, indices: Any, rows: int, padding: int, by_frequency: bool
+) -> Any:
+    """Refuse counts of the tokens of one rank."""
+    operands = grad, indices
+    if by_frequency and any(
+        not p.is_replicate() for x in operands for p in placements_of(x)
+    ):
+        raise RewriteError("its gradient is scaled by counts of all tokens")
+    call = aten.embedding_dense_backward.default
+    return call(grad, indices, rows, padding, by_frequency)
 
 
 def _expand(x: Any, sizes: Sequence[int], **options: Any) -> Any:
