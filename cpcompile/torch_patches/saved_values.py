@@ -182,8 +182,7 @@ def install() -> None:
 def _send_in_forward(graph: fx.Graph, info: Any) -> None:
     """Leave no message that needs no gradient to the backward, on any rank.
 
-    Which part makes what the backward alone reads, as gradients that a function made in
-    its forward, follows from sizes, and so from the rank where shards are uneven.
+    Sizes decide which part makes what the backward alone reads; they differ by rank.
     """
     early: set[fx.Node] = set()
     for node in reversed(graph.nodes):

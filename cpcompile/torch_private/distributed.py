@@ -34,6 +34,7 @@ from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # The placement of a flattened sequence; seen in 2.13.
+from torch.distributed.tensor.placement_types import _MaskPartial as MaskPartial
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 

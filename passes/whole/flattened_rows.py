@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _MaskPartial
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from cpcompile.errors import RewriteError
@@ -25,7 +24,12 @@ from cpcompile.geometry.lengths import hashable
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_private import pytree
-from cpcompile.torch_private.distributed import DTensorSpec, StridedShard, TensorMeta
+from cpcompile.torch_private.distributed import (
+    DTensorSpec,
+    MaskPartial,
+    StridedShard,
+    TensorMeta,
+)
 from cpcompile.torch_private.fake_tensors import TorchDispatchMode
 from cpcompile.torch_private.operators import OpOverload
 
@@ -97,7 +101,7 @@ def _answer(
     if not all(isinstance(x, DTensor) for x in results):
         return None
     found = [x.placements for x in results]
-    if any(isinstance(p, _MaskPartial) for placements in found for p in placements):
+    if any(isinstance(p, MaskPartial) for placements in found for p in placements):
         raise RewriteError("rows of a flattened batch are looked up by their number")
     return found
 
