@@ -1,7 +1,7 @@
 """Refuse attention over shared tokens that is none of ours, as a mask beside is_causal.
 
-It would run on all tokens, on every rank. Attention by hand is left to its calls, which
-DTensor shares out by rows.
+It would run on all tokens, on every rank. Attention by hand, or of operands without
+batch and heads, is left to its calls, which DTensor shares out by rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ..graph.nodes import fake_mode_of, fake_value
 from ..model.attention.find_attention import attention_operands, unplanned_calls
 from ..model.sharding.sequence_dims import SequenceDims
 
+_DIMS = 4  # batch, heads, tokens, head dim
+
 
 @graph_pass(reads=("calls",))
 def refuse_attention(graph: fx.Graph, ctx: Context) -> int:
@@ -30,7 +32,7 @@ def refuse_attention(graph: fx.Graph, ctx: Context) -> int:
     left = [
         call
         for node, call in unplanned_calls(ctx).items()
-        if node.target is not plain_attention
+        if node.target is not plain_attention and len(call.q_shape) == _DIMS
     ]
     for call in left:
         assert call.unsupported is not None, "it is not planned for a reason"
