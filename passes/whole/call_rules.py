@@ -27,6 +27,7 @@ from ..graph.constant_arguments import MeshAxis
 from .composition_rules import composition_rules
 from .cut_alike import cut_alike, local_of, placements_of
 from .data_indices import index_rules
+from .few_tokens import PICKS, PUTS, pick_rules
 from .flattened_rows import by_rows_of_batch
 from .keep_products import PRODUCT, product_rules
 from .latent_rules import latent_step
@@ -38,7 +39,6 @@ from .row_programs import row_rules
 from .sequence_moves import move_rules
 from .shared_mixer_rules import shared_mixer_rules
 from .token_order import TokenOrder
-from .token_picks import PICKS, PUTS, pick_rules
 from .uneven_views import viewed
 from .window_rules import window_rules
 

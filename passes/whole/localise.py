@@ -57,6 +57,7 @@ from .call_rules import CallRules
 from .cut_constants import constants
 from .edge_values import EdgeValues
 from .edges import Edges, placed_as
+from .few_tokens import is_picked_often
 from .keep_calls import BY_HAND
 from .local_calls import Decompositions, LocalCall, LocalCalls, copied, replicated
 from .local_values import Made, Pair, value_of
@@ -64,7 +65,6 @@ from .order_tokens import order_tokens, relayouts
 from .other_axes import MOVE, Chunks, TokenWise, chunk_in_order, chunks_after, moved
 from .sequence_moves import MOVES, SPLITS
 from .token_order import TokenOrder, in_order
-from .token_picks import is_picked_often
 
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
 _OURS = ("cp", WHOLE)  # operators that read what they need of a value that is whole
