@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.graph.context import Context, InputKind
+from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.memory_order import memory_order
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.whole.edges import Edges
@@ -56,14 +56,9 @@ def traces_whole(edges: Edges | None) -> Iterator[None]:
 
 
 def is_whole(ctx: Context) -> bool:
-    """Tell whether a graph is sharded behind AOTAutograd.
-
-    Tokens that are chunks of other axes of the mesh are sharded before.
-    """
-    inputs = ctx.inputs.items()
-    chunks = (x.kind is InputKind.OTHER_AXES and x.placements for _, x in inputs)
-    tensors = (isinstance(fake_value(node), Tensor) for node, _ in inputs)
-    return setting("graph") == "joint" and any(tensors) and not any(chunks)
+    """Tell whether a graph is sharded behind AOTAutograd."""
+    tensors = (isinstance(fake_value(node), Tensor) for node in ctx.inputs)
+    return setting("graph") == "joint" and any(tensors)
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import fake_value, plain_fake, whole_value
 from cpcompile.ranks.layout_marks import is_marked, layout_of, layouts_in_use
 from cpcompile.ranks.shardings import check_dim
-from cpcompile.ranks.stand_ins import stands_for
+from cpcompile.ranks.stand_ins import chunks_of, stands_for
 from cpcompile.torch_patches.in_flight import arrived
 
 
@@ -70,18 +70,9 @@ def classify_inputs(
                 reducer = managed.get(id(real_input(node)))
                 gradient = settled(options.grad_sync, reducer, mesh, local)
                 by = None if reducer is None else str(reducer)
-            if real_input(node) is example(node):
-                graph_input = GraphInput(
-                    InputKind.OTHER_AXES, gradient=gradient, reducer=by
-                )
-            else:
-                graph_input = GraphInput(
-                    InputKind.OTHER_AXES,
-                    placements=value.placements,
-                    layout=layout_of_input(node),
-                    tokens=_tokens(node),
-                )
-            inputs[node] = graph_input
+            inputs[node] = GraphInput(
+                InputKind.OTHER_AXES, gradient=gradient, reducer=by
+            )
         elif isinstance(value, DTensor):
             if node.name in by_name:
                 why = f"it is a DTensor, whose own placements {value.placements} count"
@@ -108,6 +99,7 @@ def classify_inputs(
                 layout=layout_of_input(node),
                 tokens=_tokens(node),
                 gradient=gradient,
+                chunks=chunks_of(example(node)),
             )
         elif node.name in by_name:
             name, dim = by_name[node.name]

@@ -20,7 +20,6 @@ from cpcompile.errors import InputError
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import dtensor_of, local_part, no_view
 from cpcompile.options import parse_options
-from cpcompile.ranks.joint_mesh import joint_mesh
 from cpcompile.ranks.layout_marks import mark
 from cpcompile.ranks.local_batches import sequence_of
 from cpcompile.ranks.shardings import check_dim
@@ -135,7 +134,6 @@ class LocalView:
         self._dims, self._mesh, self._name = dims, mesh, type(module).__name__
         self._compiled: Callable[..., Any] | None = None
         self._other: DeviceMesh | None = None  # of tensor parallelism
-        self._joint: DeviceMesh | None = None  # of both
 
     def _compile(self) -> Callable[..., Any]:
         module, kwargs = self._module(), self._compile_kwargs
@@ -178,29 +176,28 @@ class LocalView:
                 "rank's tokens: batch = cp.shard_batch(batch, mesh)"
             )
         ranks, rank = self._mesh.size(), self._mesh.get_local_rank()
-        tokens = TokenLayout.of(sequence.layout, sequence.length, ranks)
         length, parts = sequence.length, 1
-        if self._other is not None and x.shape[dim] != tokens.count(rank):
+        layout = TokenLayout.of(sequence.layout, length, ranks)
+        counts = [layout.count(peer) for peer in range(ranks)]
+        chunks = counts
+        if self._other is not None and x.shape[dim] != counts[rank]:
             parts = self._other.size()
-        counts = [tokens.count(peer) for peer in range(ranks)]
-        if x.shape[dim] * parts != counts[rank] or any(n % parts for n in counts):
+            layout = TokenLayout.of(sequence.layout, length // parts, ranks)
+            chunks = [layout.count(peer) for peer in range(ranks)]
+        is_own = x.shape[dim] == chunks[rank]
+        if not is_own or [n * parts for n in chunks] != counts:
             raise InputError(
                 f"cp.ContextParallel: {where}: got {x.shape[dim]} tokens in dimension "
-                f"{dim} of {list(x.shape)}; needed {tokens.count(rank)}, this rank's "
+                f"{dim} of {list(x.shape)}; needed {counts[rank]}, this rank's "
                 f"of the {sequence.length} of the last batch: "
                 f"batch = cp.shard_batch(batch, mesh){self._or_chunks(counts)}"
             )
-        shape = torch.Size((*x.shape[:dim], length, *x.shape[dim + 1 :]))
-        mesh, placements = self._mesh, [Shard(dim)]
-        if self._other is not None and parts > 1:
-            mesh = self._joint = self._joint or joint_mesh(self._mesh, self._other)
-            placements *= mesh.ndim
-        whole = dtensor_of(x.contiguous(), mesh, placements, shape)
-        mark(whole, sequence.layout)
+        shape = torch.Size((*x.shape[:dim], length // parts, *x.shape[dim + 1 :]))
+        tokens = dtensor_of(x.contiguous(), self._mesh, [Shard(dim)], shape)
+        mark(tokens, layout.layout)
         if self._other is None:
-            return whole
-        local_shape = (*x.shape[:dim], length // parts, *x.shape[dim + 1 :])
-        return stand_in(whole, self._mesh, local_shape)
+            return tokens
+        return stand_in(tokens, self._other if parts > 1 else None)
 
     def _or_chunks(self, counts: list[int]) -> str:
         if self._other is None:

@@ -17,7 +17,7 @@ from cpcompile.options import Options
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.placement.gathered_parameters import sharded_parameters
 from cpcompile.ranks.shardings import axis_index, flat_axis
-from cpcompile.ranks.stand_ins import sequence_mesh, stands_for
+from cpcompile.ranks.stand_ins import stands_for
 
 
 def find_mesh(
@@ -33,9 +33,8 @@ def find_mesh(
     Raises: InputError if there is no mesh, more than one, or no such axis.
     """
     for node in graph.find_nodes(op="placeholder"):
-        local = sequence_mesh(example(node))
-        if local is not None:
-            return local, 0
+        if real_input(node) is not example(node):
+            return real_input(node).device_mesh, 0
     axis = options.axis
     name = axis if isinstance(axis, str) else "_".join(axis)  # see cp.shard
     parameters = sharded_parameters(graph)  # may lie on any axes

@@ -10,7 +10,6 @@ Code that reads a stand-in otherwise reads NaN, or an index that is out of range
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,25 +22,25 @@ from cpcompile.ranks.layout_marks import layout_of, mark
 _STANDS_FOR = "_cp_stands_for"
 
 
-def stand_in(tokens: DTensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
-    """Make a stand-in of a shape for `tokens`; `mesh` is the sequence's 1-D mesh."""
+def stand_in(tokens: DTensor, chunks: DeviceMesh | None = None) -> Tensor:
+    """Make a stand-in for `tokens`; of `chunks` each rank has another of its tokens."""
     local = tokens._local_tensor
     value: Any = float("nan")
     if not (local.is_floating_point() or local.is_complex()):
         value = local.dtype == torch.bool or torch.iinfo(local.dtype).min
-    expanded = local.new_full((), value).expand(shape)
-    setattr(expanded, _STANDS_FOR, (tokens, mesh))
+    expanded = local.new_full((), value).expand(tokens.shape)
+    setattr(expanded, _STANDS_FOR, (tokens, chunks))
     mark(expanded, layout_of(tokens))
     return expanded.requires_grad_(tokens.requires_grad)
 
 
 def stands_for(x: Any) -> Any:
     """Return the DTensor that x stands for; x itself if it is no stand-in."""
-    tokens_and_mesh: tuple[DTensor, DeviceMesh] | None = getattr(x, _STANDS_FOR, None)
-    return x if tokens_and_mesh is None else tokens_and_mesh[0]
+    found: tuple[DTensor, DeviceMesh | None] | None = getattr(x, _STANDS_FOR, None)
+    return x if found is None else found[0]
 
 
-def sequence_mesh(x: Any) -> DeviceMesh | None:
-    """Return the mesh of the sequence of a stand-in; None if x is no stand-in."""
-    tokens_and_mesh: tuple[DTensor, DeviceMesh] | None = getattr(x, _STANDS_FOR, None)
-    return None if tokens_and_mesh is None else tokens_and_mesh[1]
+def chunks_of(x: Any) -> DeviceMesh | None:
+    """Return the mesh whose ranks have chunks of what x stands for, if they have."""
+    found: tuple[DTensor, DeviceMesh | None] | None = getattr(x, _STANDS_FOR, None)
+    return None if found is None else found[1]

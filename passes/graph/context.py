@@ -102,6 +102,7 @@ class GraphInput:
     tokens: int = 0  # their number, in another layout
     name: str | None = None  # of the argument, "batch.tokens"
     inferred: bool = False  # whether `dim` was read from the graph
+    chunks: DeviceMesh | None = None  # whose ranks have chunks of this rank's tokens
 
     @property
     def is_dtensor(self) -> bool:

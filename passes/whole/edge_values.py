@@ -18,7 +18,7 @@ from .edges import Edges, gradient_as, placed_as
 from .local_calls import LocalCalls, replicated
 from .local_values import LocalValues
 from .order_tokens import result_vertex
-from .other_axes import chunk_in_order
+from .other_axes import Chunks, chunk_in_order, order_in_chunks
 from .token_order import TokenOrder, in_natural_order
 
 
@@ -90,6 +90,8 @@ class EdgeValues(LocalValues):
         whole = replicated(value, self.ctx.mesh)
         if known.has_local_part:
             shard = self._given(node, whole, placements)
+            if known.chunks is not None:
+                self.chunks[node] = Chunks.of(known.chunks)
             if value.is_floating_point():
                 self.plain.discard(node)
                 self.values[node] = shard
@@ -128,9 +130,12 @@ class EdgeValues(LocalValues):
     def _enter_gradient(self, node: fx.Node, place: int) -> None:
         result = self._result_at(place)
         placements = self.edges.leaves(place, result, self.values[result])
+        self.edges.leaves_chunks(place, self.chunks.get(result))
         whole = replicated(node.meta["val"], self.ctx.mesh)
         given = self._given(node, whole, placements)
         self.values[node], self.local[node] = given, node
+        if place in self.edges.chunks:
+            self.chunks[node] = self.edges.chunks[place]
         inside = self.values[result]
         if self.is_shard(inside) and not self.is_shard(given):
             to = [p if isinstance(p, Shard) else Replicate() for p in inside.placements]
@@ -166,9 +171,12 @@ class EdgeValues(LocalValues):
             return self.local[x]
         laid_out = result_vertex(place, number) in self.order.laid_out
         value, local = self.ordered_as(x, laid_out)
-        if x in self.chunks:
-            args: Any = (value, self.chunks[x])
-            value, local = self.write(chunk_in_order, args, (local,))
+        chunks = None if known is None else known.chunks
+        to = None if chunks is None else Chunks.of(chunks)
+        if place is not None:
+            self.edges.leaves_chunks(place, self.chunks.get(x))
+            to = self.edges.chunks.get(place)
+        value, local = self.as_chunks(x, value, local, to)
         outside = self.edges.everywhere
         if known is not None:
             if known.has_local_part:
@@ -189,6 +197,25 @@ class EdgeValues(LocalValues):
         if place is not None:
             self.edges.laid_out(place, self.order.layout)
         return pair[1]
+
+    def as_chunks(
+        self, node: fx.Node, value: DTensor, local: Any, to: Chunks | None
+    ) -> tuple[DTensor, Any]:
+        """Bring what leaves to the chunks in which it does; None is in order."""
+        chunks = self.chunks.get(node)
+        if chunks == to or not self.is_shard(value):
+            return value, local
+        where, laid_out = value.placements, self.order.is_laid_out(node)
+        tokens = self.tokens_of_chunk(value, chunks or to) if laid_out else None
+        if chunks is not None:
+            args: Any = value, chunks, tokens
+            value, local = self.write(chunk_in_order, args, (local,))
+            if to is None:
+                return self.cut(value, local, where, laid_out)
+        else:
+            value, local = self.gathered(value, local, laid_out)
+        dim = where[self.ctx.axis].dim
+        return self.write(order_in_chunks, (value, dim, to, tokens), (local,))
 
     def value(self, node: fx.Node) -> Any:
         if node not in self.values:

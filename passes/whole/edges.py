@@ -37,6 +37,7 @@ from ..graph.context import (
 from ..graph.nodes import layout_outside
 from ..model.sharding.program_outputs import is_gathered
 from .local_calls import placed
+from .other_axes import Chunks
 
 Placements = tuple[Placement, ...]
 _FOUND = (
@@ -51,6 +52,7 @@ class Edges:
 
     inputs: of Dynamo's graph, in order. parameters: their places.
     count: of results. results: by place, how each leaves; None if whole.
+    chunks: by place, those of which a result leaves.
     outcomes: one, when the graph is that of a rank.
     """
 
@@ -59,6 +61,7 @@ class Edges:
     parameters: frozenset[int]
     count: int
     results: dict[int, OutputPlacement | None] = field(default_factory=dict)
+    chunks: dict[int, Chunks] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
 
     def key(self) -> str:
@@ -125,6 +128,12 @@ class Edges:
             )
         known = self.results[place]
         return self.everywhere if known is None else known.placements
+
+    def leaves_chunks(self, place: int, chunks: Chunks | None) -> None:
+        """Note that a result leaves as token chunks; local tokens may."""
+        known = self.results[place]
+        if known is not None and chunks is not None and self.ctx.keeps_layout:
+            self.chunks.setdefault(place, chunks)
 
     def laid_out(self, place: int, layout: Layout) -> None:
         """Note that a result leaves in a layout."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
-from cpcompile.geometry.layout import Layout
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.torch_private import pytree
 
 from .edges import Edges, placed_as
@@ -39,6 +39,7 @@ class LocalValues:
     values: DTensors; plain tensors where all ranks have the same. local: the local
     nodes that have them. plain, parts: Note [Plain values and their parts]; parts by
     whether the tokens are laid out. made: how each call that is not plain was made.
+    own_moves: the moves on other axes that are moves of this rank's tokens.
     like: the node on whose behalf nodes are written.
     """
 
@@ -56,6 +57,7 @@ class LocalValues:
         self.parts: dict[bool, dict[fx.Node, Pair]] = {False: {}, True: {}}
         self.made: dict[fx.Node, Made] = {}
         self.chunks: dict[fx.Node, Chunks] = {}  # Note [Token chunks]
+        self.own_moves: set[fx.Node] = set()
         self._relaid: dict[fx.Node, Pair] = {}
 
     def write(
@@ -78,6 +80,13 @@ class LocalValues:
             args = whole, dim, self.order.of_length(length)
             whole, local = self.write(in_order, args, (local,))
         return self.write(placed_as, (whole, placements), (local,))
+
+    def tokens_of_chunk(self, value: DTensor, chunks: Chunks) -> TokenLayout | None:
+        """Return the layout of the tokens that laid out chunks are of."""
+        tokens = self.order.tokens_of(value)
+        if tokens is None:
+            return None
+        return self.order.of_length(tokens[0] * chunks.count)
 
     def gathered(self, shard: DTensor, local: Any, laid_out: bool) -> Pair:
         """Gather a value, in natural order."""

@@ -56,13 +56,13 @@ from .attention_nodes import cut_places, is_attention, needs_order, with_layout
 from .call_rules import CallRules
 from .cut_constants import constants
 from .edge_values import EdgeValues
-from .edges import Edges, placed_as
+from .edges import Edges
 from .few_tokens import is_picked_often
 from .keep_calls import BY_HAND
 from .local_calls import Decompositions, LocalCall, LocalCalls, copied, replicated
 from .local_values import Made, Pair, value_of
 from .order_tokens import order_tokens, relayouts
-from .other_axes import MOVE, Chunks, TokenWise, chunk_in_order, chunks_after, moved
+from .other_axes import MOVE, Chunks, TokenWise, chunks_after, moved
 from .sequence_moves import MOVES, SPLITS
 from .token_order import TokenOrder, in_order
 
@@ -267,6 +267,8 @@ class Localise(EdgeValues):
             if chunks is not None and not is_local:
                 self._order(source)
                 chunks = None
+            if is_local:
+                self.own_moves.add(node)
         rule = None if chunks is None else functools.partial(moved, chunks=chunks)
         call, operands = self._local_call(node, self.order.is_laid_out(node), rule)
         self._have(node, call, operands, after)
@@ -299,11 +301,9 @@ class Localise(EdgeValues):
 
     def _order(self, node: fx.Node) -> None:
         """Bring token chunks in order, and to the ranks that had them."""
-        value, local = self.values[node], self.local[node]
-        args = (value, self.chunks.pop(node))
-        whole, local = self.write(chunk_in_order, args, (local,))
-        to = (whole, value.placements)
-        self.values[node], self.local[node] = self.write(placed_as, to, (local,))
+        pair = self.as_chunks(node, self.values[node], self.local[node], None)
+        self.values[node], self.local[node] = pair
+        del self.chunks[node]
 
     def _note_chunks(self, node: fx.Node, chunks: Chunks | None) -> None:
         values = pytree.tree_leaves(self.values[node])
@@ -458,7 +458,9 @@ class Localise(EdgeValues):
         """Decide in which order calls see tokens; None if there is only one."""
         plans = self.ctx.findings.plans.items()
         layouts = {call.q_shape[-2]: plan.layout for call, plan in plans}
-        layouts |= {x.tokens: x.layout for x in self.edges.inputs}
+        for x in self.edges.inputs:
+            chunks = 1 if x.chunks is None else x.chunks.size()
+            layouts[x.tokens * chunks] = x.layout
         lengths = [n for n, x in layouts.items() if x is not Layout.CONTIGUOUS]
         if not lengths:
             return None

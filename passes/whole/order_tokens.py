@@ -39,6 +39,7 @@ from .attention_nodes import forward_of, is_attention, keys_of, needs_order, pla
 from .cut_constants import constants, is_cut
 from .local_calls import LocalCall
 from .local_values import LocalValues
+from .other_axes import MOVE
 from .sequence_moves import MOVES, SPLITS
 from .token_order import TokenOrder, Vertex
 
@@ -66,6 +67,11 @@ def order_tokens(
         if made is not None and made.call is not None:
             for move in _moves(made.call):
                 _add_lengths(lengths, move)
+    for node, chunks in known.chunks.items():
+        for x in filter(known.is_shard, pytree.tree_leaves(known.values[node])):
+            size = x.shape[x.placements[known.ctx.axis].dim]
+            if size not in lengths and size * chunks.count in lengths:
+                lengths.append(size)
     ordering = _Ordering(known, replace(order, lengths=lengths))
     return ordering.solve(calls, results)
 
@@ -115,7 +121,9 @@ class _Ordering:
         for place, (x, note) in enumerate(results):
             self._leave(x, note, place)
         for producer, vertices in self.uses.items():
-            seconds = self._relayout_seconds(self.known.values[producer])
+            seconds = None
+            if producer not in self.known.chunks:
+                seconds = self._relayout_seconds(self.known.values[producer])
             self.cut.feed(self.vertices[producer], vertices, producer, seconds)
         try:
             laid_out = self.cut.solve()
@@ -197,6 +205,8 @@ class _Ordering:
         if made.call is None:
             sources = [self.known.values[x] for x in node.all_input_nodes]
             return 0.0, self._reorder_seconds([*sources, *values])
+        if node.target is MOVE:
+            return 0.0, 0.0 if node in self.known.own_moves else None
         moves = _moves(made.call)
         if moves and node.target in (*MOVES, *SPLITS):
             found = [self._move_seconds(node, moves, x) for x in self._layouts()]

@@ -37,6 +37,7 @@ from torch.distributed.tensor import _api as dtensor_api
 from torch.distributed.tensor.placement_types import _MaskPartial
 
 from cpcompile.errors import RewriteError
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides, dtensor_of
 from cpcompile.torch_private.distributed import (
     DTensorSpec,
@@ -51,7 +52,9 @@ from ..flow.flow import EntriesMeet, nothing_moves
 from ..graph.constant_arguments import MeshAxis
 from ..graph.context import Context, InputKind, OutputPlacement
 from ..graph.nodes import concrete_layout, fake_value, output_nodes
+from ..graph.sequence_tokens import TokenDim
 from .local_calls import replicated
+from .token_order import in_natural_order, in_order
 
 _redistribute = dtensor_redistribute.redistribute_local_tensor
 
@@ -63,6 +66,11 @@ class Chunks:
     mesh: DeviceMesh
     axes: tuple[int, ...]
 
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Chunks:
+        """Return those of all axes of a mesh."""
+        return cls(mesh, tuple(range(mesh.ndim)))
+
     def placements(self, dim: int) -> list[Placement]:
         """Return the placements of a chunk on that mesh."""
         return [
@@ -73,6 +81,20 @@ class Chunks:
     @property
     def count(self) -> int:
         return math.prod(self.mesh.size(axis) for axis in self.axes)
+
+    def gathered(self, chunk: Tensor, dim: int) -> Tensor:
+        """Return what this chunk is of."""
+        shape = list(chunk.shape)
+        shape[dim] *= self.count
+        everywhere = [Replicate()] * self.mesh.ndim
+        plan = Plan.of(self.mesh, shape, self.placements(dim), everywhere)
+        return plan.run(chunk, shape)
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's chunk."""
+        everywhere = [Replicate()] * self.mesh.ndim
+        plan = Plan.of(self.mesh, x.shape, everywhere, self.placements(dim))
+        return plan.run(x, x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,8 +332,13 @@ def moved(x: Any, text: str, chunks: Chunks | None) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
-def chunk_in_order(x: DTensor, chunks: Chunks) -> DTensor:
-    """Return a chunk in order, on every rank; Note [Token chunks]."""
+def chunk_in_order(
+    x: DTensor, chunks: Chunks, tokens: TokenLayout | None = None
+) -> DTensor:
+    """Return a chunk in order, on every rank; Note [Token chunks].
+
+    tokens: of the whole sequence, if they are laid out.
+    """
     (placement,) = x.placements
     if not isinstance(placement, Shard):
         raise RewriteError(
@@ -322,16 +349,26 @@ def chunk_in_order(x: DTensor, chunks: Chunks) -> DTensor:
     dim, mesh = placement.dim, x.device_mesh
     shape = list(x.shape)
     shape[dim] *= chunks.count
-    cut, everywhere = chunks.placements(dim), [Replicate()] * chunks.mesh.ndim
-    gather = Plan.of(chunks.mesh, shape, cut, everywhere)
-    size = list(x._local_tensor.shape)
-    size[dim] *= chunks.count
-    tokens = gather.run(x._local_tensor, size)
-    whole = dtensor_of(tokens, mesh, [placement], shape).redistribute(
-        placements=[Replicate()]
-    )
-    chunk = Plan.of(chunks.mesh, shape, everywhere, cut).run(whole._local_tensor, shape)
-    return replicated(chunk, mesh)
+    own = dtensor_of(chunks.gathered(x._local_tensor, dim), mesh, [placement], shape)
+    whole = own.redistribute(placements=[Replicate()])
+    if tokens is not None:
+        whole = in_natural_order(whole, TokenDim(dim), tokens)
+    return replicated(chunks.cut(whole._local_tensor, dim), mesh)
+
+
+def order_in_chunks(
+    x: DTensor, dim: int, chunks: Chunks, tokens: TokenLayout | None = None
+) -> DTensor:
+    """Return, of a chunk in order on every rank, what this rank has.
+
+    It is the inverse of chunk_in_order. dim: of the tokens.
+    """
+    mesh, to = x.device_mesh, [Shard(dim)]
+    whole = replicated(chunks.gathered(x._local_tensor, dim), mesh)
+    if tokens is not None:
+        whole = in_order(whole, TokenDim(dim), tokens)
+    own = whole.redistribute(placements=to)._local_tensor
+    return dtensor_of(chunks.cut(own, dim), mesh, to, x.shape)
 
 
 class TokenWise:

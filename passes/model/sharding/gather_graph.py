@@ -37,7 +37,7 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     """
     cp_axis = MeshAxis(ctx.mesh, ctx.axis)
     for node, graph_input in ctx.inputs.items():
-        if graph_input.kind is InputKind.OTHER_AXES and graph_input.placements:
+        if graph_input.chunks is not None:
             raise RewriteError(
                 f"{node.name} is this rank's chunk of the tokens, of which tensor "
                 "parallelism has another on each rank, and the graph cannot be "

@@ -36,7 +36,6 @@ from ...placement.joint_calls import (
     cp_tp_enter,
     cp_tp_leave,
     cp_tp_leave_chunks,
-    cp_tp_place,
     cp_tp_regular,
     joint_mesh_on,
 )
@@ -57,7 +56,7 @@ def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
     """Write the calls that bring every input into its domain, plain or DTensor."""
     last = next(reversed(graph.find_nodes(op="placeholder")), None)
     for node, graph_input in writer.ctx.inputs.items():
-        if graph_input.kind is InputKind.OTHER_AXES and not graph_input.placements:
+        if graph_input.kind is InputKind.OTHER_AXES:
             writer.joint_with(fake_value(node).device_mesh)
     for node, graph_input in writer.ctx.inputs.items():
         value = fake_value(node)
@@ -138,12 +137,7 @@ def replicated(writer: GraphWriter, x: fx.Node, graph_input: GraphInput) -> NewC
 def _from_other_axes(
     writer: GraphWriter, node: fx.Node, graph_input: GraphInput, value: DTensor
 ) -> NewCall:
-    """Return the call by which a DTensor of tensor parallelism enters.
-
-    It is the same on every rank of our axis, unless it has chunks of the tokens.
-    """
-    if graph_input.placements:
-        return _from_chunks(writer, node, value)
+    """Return the call by which a DTensor of tensor parallelism enters."""
     joint = writer.joint_with(value.device_mesh)
     factors = {GradSync.AVERAGE: writer.cp_axis.mesh.size(), GradSync.NONE: 1}
     shape, stride = tuple(value.shape), tuple(value.stride())
@@ -151,13 +145,6 @@ def _from_other_axes(
     return NewCall(
         cp_tp_enter, (node, joint.joint, value.placements, shape, stride, factor)
     )
-
-
-def _from_chunks(writer: GraphWriter, node: fx.Node, value: DTensor) -> NewCall:
-    """Return the call by which token chunks of tensor parallelism enter the graph."""
-    joint = joint_mesh_on(writer.ctx, value.device_mesh)
-    layout = (tuple(value.shape), tuple(value.stride()))
-    return NewCall(cp_tp_place, (node, joint.joint, value.placements, *layout))
 
 
 def _make_plain(writer: GraphWriter, ids: fx.Node) -> None:
