@@ -95,12 +95,8 @@ offload_activations: bool = False
 # A mask that cannot be read as a function of positions is computed in whole on every
 # rank while it takes at most this share of what a rank holds of q, k, v and the result
 # of its attention call, or 16 MiB. A larger one is computed by rows where that can be
-# proved, and else in whole, with a warning.
+# proved, and else in whole.
 whole_mask_share: float = 1.0
-
-# The graph that is sharded: "model" is Dynamo's; "joint" is AOTAutograd's, forward and
-# backward.
-graph: Literal["model", "joint"] = "joint"
 
 if TYPE_CHECKING:
 

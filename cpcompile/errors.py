@@ -63,17 +63,6 @@ class BufferChangedError(CPError, RuntimeError):
     """
 
 
-class TraceError(RewriteError):
-    """A call that DTensor cannot do, though trials took it for one that it can do.
-
-    call: its name in the graph; reason: what fails, for the warning.
-    """
-
-    def __init__(self, what: str, call: str, reason: str) -> None:
-        super().__init__(f"{what} cannot run on sharded tensors; {reason}")
-        self.call, self.reason = call, reason
-
-
 class RecompileLimitError(CPError, RuntimeError):
     """A function has as many programs as torch.compile allows, and needs another one.
 

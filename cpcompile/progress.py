@@ -93,6 +93,6 @@ def compiling(name: str, after: float = AFTER_SECONDS) -> AbstractContextManager
 
 
 def phase(text: str) -> None:
-    """Set what the running compilation does from now on, such as "pass shard_graph"."""
+    """Set what the running compilation does from now on, such as "pass keep_calls"."""
     if _running:
         _running[-1].phase = text

@@ -3,7 +3,7 @@
     try:
         result = call(*args)
     except Exception as error:  # whatever DTensor's rules raise
-        check_refusal(error, "the trial of linear")
+        check_refusal(error, "linear on shards")
         return None  # the fallback
 
 Note [Refusals and mistakes]

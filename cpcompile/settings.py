@@ -110,7 +110,6 @@ _RULES = {
         lambda v: type(v) in (int, float) and v >= 0,
         '"auto" or a number of megabytes, 0 for none, math.inf for all',
     ),
-    "graph": one_of("model", "joint", automatic=False),
     "gradient_bucket_megabytes": SettingRule(
         lambda v: _is_number(v) and v >= 0,
         '"auto" or a number of megabytes, 0 for none',

@@ -1,7 +1,8 @@
 """The order of the passes, and the one place that runs, times and traces them.
 
-Each tuple is for one kind of graph: Dynamo's graph, the joint graph of forward and
-backward that AOTAutograd makes, and the graphs that Inductor compiles for one rank.
+Each tuple is for one kind of graph: Dynamo's graph, from which AOTAutograd traces
+forward and backward of the whole sequence; what it traces; the same for one rank; and
+the graphs that Inductor compiles for it.
 """
 
 from __future__ import annotations
@@ -37,8 +38,6 @@ from .model.attention.choose_strategy import choose_strategy
 from .model.attention.find_attention import find_attention
 from .model.attention.insert_attention import insert_attention
 from .model.latents.find_latents import find_latents
-from .model.layouts.lay_out_tokens import lay_out_tokens
-from .model.lengths.pad_tokens import pad_tokens
 from .model.masks.rewrite_masks import rewrite_masks
 from .model.mixers.exchange_mixers import exchange_mixers
 from .model.mixers.find_windows import find_windows
@@ -47,18 +46,22 @@ from .model.moe.fold_moe_dispatch import fold_moe_dispatch
 from .model.mutation.functionalise_writes import functionalise_writes
 from .model.mutation.join_parts import join_parts
 from .model.mutation.number_rows import number_rows
-from .model.normalize.align_operands import align_operands
-from .model.normalize.cut_before_products import cut_before_products
 from .model.normalize.fold_kv_repeat import fold_kv_repeat
 from .model.normalize.fold_scans import fold_scans
-from .model.normalize.fold_transforms import fold_transforms
 from .model.normalize.inline_attention_modules import inline_attention_modules
 from .model.normalize.pad_convolutions import pad_convolutions
-from .model.normalize.split_window_views import split_window_views
-from .model.normalize.unflatten_losses import unflatten_losses
 from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
-from .model.sharding.shard_graph import shard_graph
+from .whole.ask_policies import ask_policies
+from .whole.begin_tokens import begin_tokens
+from .whole.keep_calls import keep_calls
+from .whole.keep_convolutions import keep_convolutions
+from .whole.keep_products import keep_products
+from .whole.keep_rows import keep_rows
+from .whole.leave_for_later import leave_for_later
+from .whole.localise import WholeProgram, localise
+from .whole.refuse_attention import refuse_attention
+from .whole.row_programs import keep_programs
 
 log = logging.getLogger(__name__)
 
@@ -71,26 +74,31 @@ MODEL: tuple[GraphPass[Context], ...] = (
     join_parts,  # after it: writes through views are of one form then
     decompose_flex_attention,
     fold_attention_patterns,  # before what reads the calls
-    cut_before_products,  # after it, which knows attention by its products
-    unflatten_losses,  # before what follows dimensions
-    align_operands,  # before what reads the calls: they are all of one form then
-    split_window_views,  # before find_windows, which follows tokens through views
     find_attention,  # reads what all later passes decide on
     find_windows,  # after find_attention: such calls are left alone by all that follow
     fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best
     rewrite_masks,  # what is merely causal is planned as such
-    fold_moe_dispatch,  # before pad_tokens: no token depends on others then
-    pad_tokens,  # after rewrite_masks: which keys a query sees is known then
+    fold_moe_dispatch,  # before find_latents: no token depends on others then
     find_latents,  # before choose_strategy, which prices what is found
     choose_strategy,  # needs nothing but the calls
-    insert_attention,  # before shard_graph: the operators say what is a sequence
-    pad_convolutions,  # before shard_graph, which shards this form
-    fold_transforms,  # after rewrite_masks, which reads those that make masks
-    fold_scans,  # before exchange_mixers, which shares them, and shard_graph
+    insert_attention,
+    ask_policies,
+    pad_convolutions,  # before exchange_mixers, which reads this form
+    fold_scans,  # before exchange_mixers, which shares them
     split_pairs_by_rows,  # before exchange_mixers, which would share what follows
-    exchange_mixers,  # before shard_graph: it says how mixers are split
-    shard_graph,  # gives every node of the graph its placement
-    lay_out_tokens,  # last: what it proves holds for the final graph
+    exchange_mixers,
+    begin_tokens,
+    refuse_attention,  # after it: over shared tokens nothing else is left
+    leave_for_later,
+    keep_programs,
+    keep_calls,  # last: it writes what the others mark
+)
+
+WHOLE: tuple[GraphPass[WholeProgram], ...] = (
+    keep_convolutions,  # before localise: pads and cuts would each be a message
+    keep_rows,  # before keep_products: it reads what rows are views of
+    keep_products,  # before localise: shards are not flattened
+    localise,
 )
 
 JOINT: tuple[GraphPass[Tiling], ...] = (
@@ -135,8 +143,6 @@ def run_passes(
         runs.append(done)
     if is_model or any(run.rewrites for run in runs):
         gm.recompile()
-    if isinstance(ctx, Context):
-        _trace_plans(ctx)
     return tuple(runs)
 
 
@@ -172,7 +178,7 @@ def _trace(graph: fx.Graph, name: str) -> None:
     )
 
 
-def _trace_plans(ctx: Context) -> None:
+def trace_plans(ctx: Context) -> None:
     """Write every plan with its candidates as JSON: `cp_plan` in TORCH_TRACE."""
     plans = ctx.findings.plans
     trace_structured(

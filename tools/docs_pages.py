@@ -24,10 +24,9 @@ ROOT = Path(__file__).parents[1]
 PASSES = ROOT / "passes"
 FAMILIES = "families.md"
 _TUPLES = {
-    "MODEL": 'On the graph that Dynamo makes, by `cp.config.graph = "model"`',
-    "CAPTURED": "On the graph that Dynamo makes, before the joint graph is traced",
+    "MODEL": "On the graph that Dynamo makes, before the joint graph is traced",
     "WHOLE": "On the joint graph of the whole sequence",
-    "JOINT": "On the joint graph of forward and backward that AOTAutograd makes",
+    "JOINT": "On the joint graph of one rank",
     "LOCAL": "On the graphs of one rank, in Inductor's compilation",
 }
 # In no tuple: where they stand instead.
@@ -106,20 +105,11 @@ def passes() -> str:
         "[Graphs and passes](../ideas/graphs_and_passes.md) explains how they work",
         "together. Listings are graphs before -> after.",
     ]
-    orders = [PASSES / "pipeline.py", PASSES / "whole_sequence.py"]
-    text = "".join(x.read_text(encoding="utf-8") for x in orders)
-    described = set()
+    text = (PASSES / "pipeline.py").read_text(encoding="utf-8")
     for name, title in _TUPLES.items():
         lines += ["", f"## {title}"]
         for run, reason in _tuple(text, name):
-            if run.startswith("*"):  # *MODEL[: MODEL.index(cut_before_products)]
-                until = run.partition("index(")[2].rstrip("])")
-                lines += ["", f"- those above, until `{until}`: {reason}"]
-            elif run in described:
-                lines += ["", f"- `{run}`, as above"]
-            else:
-                lines += _pass(run, _module(text, run), reason)
-                described.add(run)
+            lines += _pass(run, _module(text, run), reason)
     lines += ["", "## In no tuple"]
     for run, (path, place) in _BESIDE.items():
         lines += _pass(run, PASSES / path, place)

@@ -38,7 +38,7 @@ class Purpose(Enum):
 
     ATTENTION = "attention"
     MIXER = "mixer"  # tokens for another dimension, along which a mixer is split
-    NEIGHBOURS = "tokens of neighbours"  # a halo of a convolution
+    NEIGHBOURS = "tokens of neighbours"  # that slices, shifts and windows read
     LAYOUT = "token layout"  # tokens move from one layout to another
     GRADIENT = "gradient"  # of an input of the graph, such as a parameter
     PARAMETER = "parameter"  # a sharded parameter is gathered

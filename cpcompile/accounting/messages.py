@@ -25,7 +25,6 @@ from cpcompile.geometry.tensor_sizes import bytes_of, shape_of
 from cpcompile.ops.attention_spec import AttentionInputs, AttentionSpec
 from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.comm.communication import group_by_name
-from cpcompile.ops.comm.halo_exchange import tokens_received
 from cpcompile.ops.comm.head_exchange import HeadBlock
 from cpcompile.ops.comm.moved_tokens import plan
 from cpcompile.ops.comm.relayout import share
@@ -179,16 +178,6 @@ def _heads_in_groups(arguments: Arguments, ranks: int, rank: int) -> int:
     return (ranks - 1) * shape_of(first)[0] * row * int(first.dtype.itemsize)
 
 
-def _halo(name: str, back: bool = False) -> Formula:
-    def received(arguments: Arguments, ranks: int, rank: int) -> int:
-        halo = arguments["before"], arguments["after"]
-        chunks = Chunks(arguments["length"], ranks)
-        count = tokens_received(chunks, rank, halo, back)
-        return count * _entry(arguments[name], arguments["dim"])
-
-    return received
-
-
 def _pieces(name: str, back: bool = False) -> Formula:
     def received(arguments: Arguments, ranks: int, rank: int) -> int | None:
         names = ("lengths", "layouts", "pieces", "length")
@@ -257,8 +246,6 @@ _COLLECTIVES: dict[str, tuple[Kind, Formula]] = {
     "ulysses_gather_finish": (Kind.ALL_TO_ALL, lambda *what: None),
     "moved_tokens": (Kind.ALL_TO_ALL, _pieces("xs")),
     "moved_tokens_backward": (Kind.ALL_TO_ALL, _pieces("grad", back=True)),
-    "halo_exchange": (Kind.ALL_TO_ALL, _halo("x")),
-    "halo_exchange_backward": (Kind.ALL_TO_ALL, _halo("grad", back=True)),
     "relayout": (Kind.ALL_TO_ALL, _relaid),
 }  # fmt: skip
 _SEVERAL: dict[str, Callable[[Arguments, int], list[Sent]]] = {

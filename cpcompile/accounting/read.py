@@ -34,8 +34,6 @@ _OF_OPERATOR = {
     "dim_exchange": Purpose.MIXER,
     "passed_states": Purpose.MIXER,
     "passed_states_backward": Purpose.MIXER,
-    "halo_exchange": Purpose.NEIGHBOURS,
-    "halo_exchange_backward": Purpose.NEIGHBOURS,
     "moved_tokens": Purpose.NEIGHBOURS,
     "moved_tokens_backward": Purpose.NEIGHBOURS,
     "relayout": Purpose.LAYOUT,

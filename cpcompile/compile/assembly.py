@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch.fx as fx
 
 from cpcompile.accounting.read import Accounting
-from cpcompile.compile import failing_call
-from cpcompile.compile.capture import is_whole
 from cpcompile.compile.warm_start import Compilation, compiled_or_loaded
 from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.inputs import (
@@ -35,6 +32,7 @@ from cpcompile.passes.joint.saving.save_by_budget import saving_of, warn_of_budg
 from cpcompile.passes.joint.tiling.tiling_options import tiling_of, warn_of_no_tiles
 from cpcompile.passes.local.folding.folding_options import folding_of
 from cpcompile.passes.model.masks.constant_buffers import freeze_buffers
+from cpcompile.passes.pipeline import trace_plans
 from cpcompile.passes.whole.edges import Edges
 from cpcompile.progress import phase
 from cpcompile.reporting.graph_report import GraphReport, record
@@ -63,7 +61,7 @@ def assemble(
     tensor subclass; differentiable calls outside unwrap DTensors and wrap results.
     """
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.findings.outputs, ctx.mesh
-    whole = bool(runs) and is_whole(ctx)
+    whole = bool(runs)
     local_inputs = [
         (whole_example(node) if whole else local_example(node))
         if graph_input.has_local_part
@@ -83,13 +81,9 @@ def assemble(
     how = Compilation(
         inner, mesh.device_type, tiling, saving, folding, accounting, edges
     )
-    # What torch itself cannot trace, as a result of unknown size, reaches Dynamo as it
-    # is, which then breaks the graph there.
-    names = bool(runs) and not whole
-    naming = failing_call.named(gm, ctx, frame.name) if names else nullcontext()
-    with naming:
-        program = compiled_or_loaded(gm, local_inputs, how, ctx.all_gather_text)
-        compiled = program.run
+    program = compiled_or_loaded(gm, local_inputs, how, ctx.all_gather_text)
+    compiled = program.run
+    trace_plans(ctx)
     phase("waits for the other ranks")
     report = GraphReport.of(
         ctx, runs, frame.name, tiling, saving, folding, accounting.accounts

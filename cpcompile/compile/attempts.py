@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.compile.assembly import CompiledCallable, assemble
-from cpcompile.compile.capture import captured, is_whole
+from cpcompile.compile.capture import captured
 from cpcompile.errors import (
     DropoutError,
     InputError,
     OptionError,
     RingOverlapError,
-    TraceError,
 )
 from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.changing_floats import begin_anew_without_floats
 from cpcompile.frontend.inputs import classify_inputs, given_layout
-from cpcompile.frontend.padding.pad_graph import pad_graph
 from cpcompile.frontend.reducers import gradient_contracts
 from cpcompile.frontend.request import Request
 from cpcompile.frontend.symbolic_sizes import specialize_sizes
@@ -34,27 +30,19 @@ from cpcompile.logs import warn_unsharded
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.graph.graph_pass import PassRun
-from cpcompile.passes.graph.sequence_tokens import Padding
 from cpcompile.passes.joint.tiling.tiling_options import least_in_tiles
 from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.masks.constant_buffers import without_changing
 from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from cpcompile.passes.model.sharding.program_outputs import gather_limit
 from cpcompile.passes.pipeline import MODEL, run_passes
-from cpcompile.passes.whole_sequence import CAPTURED
 from cpcompile.ranks.agreement import (
-    Attempt,
     all_gather_text,
     attempt,
     check_agreement,
 )
 from cpcompile.settings import setting
 from cpcompile.torch_patches import symbolic_tracing
-
-T = TypeVar("T")
-
-# Layers repeat, so that as many may fail one after another as there are layers.
-_MAX_RETRIES = 64
 
 # Errors that no other way of compilation avoids.
 _FOR_THE_USER = (InputError, OptionError, DropoutError, RingOverlapError)
@@ -126,14 +114,11 @@ class Attempts:
         length = self.request.length
         if length is None:
             return None
-        ways = [partial(self._for_all, length)]
-        if is_whole(self._context(self.gm)):
-            ways = [partial(self._for_shares, length)]
-        elif not self.request.is_padded:
-            # What pad_tokens changes may be what torch cannot do with symbols.
-            ways.insert(0, partial(self._for_multiples, length))
         compiled = symbolic_tracing.attempt(
-            ways, self.request.group, self.frame.name, _FOR_THE_USER
+            [partial(self._for_shares, length)],
+            self.request.group,
+            self.frame.name,
+            _FOR_THE_USER,
         )
         if compiled is None:
             self._fix_sizes()
@@ -150,9 +135,7 @@ class Attempts:
         If cpcompile refuses, or torch cannot compile, on whichever rank, the error is
         kept as the problem.
         """
-        tried = _attempt_with_fallbacks(
-            self.request.group, self._with_fallbacks, _FOR_THE_USER, self._doing
-        )
+        tried = attempt(self.request.group, self._for_sizes, _FOR_THE_USER, self._doing)
         self.problem = tried.problem
         return tried.made
 
@@ -165,12 +148,6 @@ class Attempts:
         assert tried.made is not None, "an attempt has a result or a problem"
         return tried.made
 
-    def _for_multiples(
-        self, length: torch.SymInt
-    ) -> tuple[CompiledCallable, dict[str, str], Sequence[torch.SymInt]]:
-        """Compile for the lengths that the ranks divide."""
-        return *self._sharded(self.gm, self._context(self.gm, length)), (length,)
-
     def _for_shares(
         self, length: torch.SymInt
     ) -> tuple[CompiledCallable, dict[str, str], Sequence[torch.SymInt]]:
@@ -181,25 +158,8 @@ class Attempts:
         compiled, alike = self._sharded(module, ctx, tokens=tokens)
         return tokens.around(compiled), alike, (length,)
 
-    def _for_all(
-        self, length: torch.SymInt
-    ) -> tuple[CompiledCallable, dict[str, str], Sequence[torch.SymInt]]:
-        """Compile for all lengths; inputs are padded to a multiple of the ranks."""
-        module, mesh = copy.deepcopy(self.untouched), self.request.mesh
-        ranks = mesh.size(self.request.axis)
-        padding, around = pad_graph(module.graph, length, ranks, mesh.device_type)
-        ctx = self._context(module, padding.symbol, padding)
-        examples = [*self.example_inputs, None, None]
-        compiled, alike = self._sharded(module, ctx, examples)
-        return around(compiled, ctx), alike, (padding.symbol,)
-
-    def _with_fallbacks(
-        self, fallback_calls: dict[str, str]
-    ) -> tuple[CompiledCallable, dict[str, str]]:
-        module = copy.deepcopy(self.untouched) if fallback_calls else self.gm
-        ctx = self._context(module)
-        ctx.findings.fallback_calls.update(fallback_calls)
-        return self._sharded(module, ctx)
+    def _for_sizes(self) -> tuple[CompiledCallable, dict[str, str]]:
+        return self._sharded(self.gm, self._context(self.gm))
 
     def _unsharded(self) -> tuple[CompiledCallable, dict[str, str]]:
         gm = self.untouched
@@ -221,10 +181,8 @@ class Attempts:
         tokens: TokensPerRank | None = None,
     ) -> tuple[CompiledCallable, dict[str, str]]:
         """Compile; return the program and what must be the same on every rank."""
-        joint = is_whole(ctx)
-        runs = run_passes(module, CAPTURED if joint else MODEL, ctx)
-        if joint:
-            captured(module.graph, ctx)
+        runs = run_passes(module, MODEL, ctx)
+        captured(module.graph, ctx)
         examples = self.example_inputs if examples is None else examples
         if tokens is not None:
             examples = [*examples, *tokens.write(module.graph, ctx)]
@@ -248,7 +206,6 @@ class Attempts:
         self,
         module: fx.GraphModule,
         length: torch.SymInt | None = None,
-        padding: Padding | None = None,
     ) -> Context:
         request, options, doing = self.request, self.request.options, self._doing
         inputs = classify_inputs(
@@ -275,46 +232,6 @@ class Attempts:
             backward=torch.is_grad_enabled() or enables_gradients(module.graph),
             length=length,
             rows=request.rows,
-            padding=padding,
             compare=lambda items: check_agreement(request.group, items, doing),
             all_gather_text=lambda text: all_gather_text(request.group, text, doing),
         )
-
-
-def _attempt_with_fallbacks(
-    group: ProcessGroup,
-    make: Callable[[dict[str, str]], tuple[T, dict[str, str]]],
-    final: tuple[type[Exception], ...],
-    doing: str,
-) -> Attempt[T]:
-    """Run `agreement.attempt` as often as it ends with a call that can be gathered.
-
-    A call's backward may meet a gradient in a form that its trial did not try, and only
-    AOTAutograd sees that. Then the passes run once more on the untouched graph, and
-    compute that call on gathered tensors. Uneven shards may differ on the ranks, and so
-    may what they cannot do: what one rank has to gather, all gather.
-
-    Args:
-        make: takes the calls to gather, by `name_origin`, with the reason for each.
-    """
-    gathered: dict[str, str] = {}
-    for _ in range(_MAX_RETRIES):
-        to_gather = dict(gathered)
-        tried = attempt(group, lambda: make(to_gather), final, doing)  # noqa: B023
-        if tried.problem is None:
-            return tried
-        new_calls = _of_all_ranks(group, tried.problem, doing)
-        if new_calls.keys() <= gathered.keys():
-            return tried
-        gathered |= new_calls
-    return tried
-
-
-def _of_all_ranks(
-    group: ProcessGroup, problem: Exception, doing: str
-) -> dict[str, str]:
-    mine = {}
-    if isinstance(problem, TraceError):
-        mine = {problem.call: problem.reason}
-    texts = all_gather_text(group, json.dumps(mine), doing)
-    return {k: v for text in texts for k, v in json.loads(text).items()}

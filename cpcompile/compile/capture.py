@@ -19,11 +19,9 @@ from torch import Tensor
 
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.memory_order import memory_order
-from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.whole.edges import Edges
 from cpcompile.passes.whole.other_axes import enter_other_axes, moves_are_calls
 from cpcompile.passes.whole.parameter_calls import settle_gradients
-from cpcompile.settings import setting
 from cpcompile.torch_private.dynamo import functorch_config
 from cpcompile.torch_private.operators import get_decompositions
 
@@ -55,12 +53,6 @@ def traces_whole(edges: Edges | None) -> Iterator[None]:
         yield
 
 
-def is_whole(ctx: Context) -> bool:
-    """Tell whether a graph is sharded behind AOTAutograd."""
-    tensors = (isinstance(fake_value(node), Tensor) for node in ctx.inputs)
-    return setting("graph") == "joint" and any(tensors)
-
-
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions of calls on the whole sequence."""
@@ -82,6 +74,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.mean.dim: _mean,
         aten.mean.default: _mean_of_all,
         aten.copy.default: _copy,
+        aten.fill.Tensor: _copy,
     }
 
 

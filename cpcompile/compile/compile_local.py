@@ -47,11 +47,10 @@ from cpcompile.passes.local.send_in_buckets import (
     has_own_settings,
     send_in_buckets,
 )
-from cpcompile.passes.pipeline import JOINT, run_passes
+from cpcompile.passes.pipeline import JOINT, WHOLE, run_passes
 from cpcompile.passes.placement.gathered_parameters import gathered_input
 from cpcompile.passes.whole.edges import Edges
 from cpcompile.passes.whole.localise import WholeProgram
-from cpcompile.passes.whole_sequence import WHOLE
 from cpcompile.progress import phase
 from cpcompile.settings import setting
 from cpcompile.torch_patches import (

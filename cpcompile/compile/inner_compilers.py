@@ -14,10 +14,9 @@ from cpcompile.options import Options
 from cpcompile.passes.joint.saving.save_by_budget import SavingBudget, save_by_budget
 from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.passes.local.folding.folding_options import Folding
-from cpcompile.passes.pipeline import JOINT, run_passes
+from cpcompile.passes.pipeline import JOINT, WHOLE, run_passes
 from cpcompile.passes.whole.edges import Edges
 from cpcompile.passes.whole.localise import WholeProgram
-from cpcompile.passes.whole_sequence import WHOLE
 from cpcompile.progress import phase
 from cpcompile.torch_patches import lost_writes, saved_values, tracing
 from cpcompile.torch_private.dynamo import (

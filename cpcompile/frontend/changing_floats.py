@@ -4,10 +4,10 @@
       ->  g = 1 - f;  y = x * g.to(float32)
 
 Dynamo makes inputs of floats that have changed (of all floats with dynamic=True). A
-plan, a trial or a rule asks for the number of an epsilon or of a dropout rate, which is
-fixed: another value is another program. In arithmetic with a tensor a float is a tensor
-of no dimension, as AOTAutograd would make it (tensorify_python_scalars) after the
-passes. The result keeps its dtype, and is computed with as many digits.
+plan or a rule asks for the number of an epsilon or of a dropout rate, which is fixed:
+another value is another program. In arithmetic with a tensor a float is a tensor of no
+dimension, as AOTAutograd would make it (tensorify_python_scalars) after the passes. The
+result keeps its dtype, and is computed with as many digits.
 """
 
 from __future__ import annotations

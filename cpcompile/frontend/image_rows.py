@@ -5,7 +5,7 @@
 
 Tokens begin where positions are flattened or cut into windows, or where a convolution
 makes fewer of them (sequence_dims). What is before that has the rows of a grid, of
-which each rank may have its own, with a few of its neighbours (strided_windows).
+which each rank may have its own, with a few of its neighbours (window_rules).
 
 An input is shared out by rows only if there is more than one product between it and
 attention: where one alone makes patches, that is little work, and ranks that cut its

@@ -26,7 +26,6 @@ from cpcompile.frontend.rank_consistency.description import describe
 from cpcompile.frontend.symbolic_sizes import rows_of, specialize_sizes, symbolic_length
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import leaves_ranks_empty
-from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_unmet
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.graph.context import Context
@@ -60,12 +59,6 @@ class Request:
     rows: torch.SymInt | None
     degrees: CPDegrees | None
     profile: HardwareProfile
-
-    @property
-    def is_padded(self) -> bool:
-        """Tell whether the length is a symbol that the ranks do not divide."""
-        n = self.length
-        return n is not None and expected(n) % self.mesh.size(self.axis) != 0
 
     @property
     def group(self) -> ProcessGroup:

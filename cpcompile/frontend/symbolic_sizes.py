@@ -57,25 +57,15 @@ def symbolic_length(
     value = expected(length)
     if value < 2 * ranks or any(expected(n) != value for n in symbols):
         return None
+    for n in symbols:
+        require(n == length)
+    require(length >= 2 * ranks)
     if value % ranks:
-        plain = all(local is None for _, local in sizes)
-        return _to_be_padded(symbols, ranks) if plain else None
+        return length if all(local is None for _, local in sizes) else None
     for size, local in sizes:
         if is_symbol(size) and local is not None:
             require(size == local * ranks)
-    for n in symbols:
-        require(n == length)
     require(length % ranks == 0)
-    require(length >= 2 * ranks)
-    return length
-
-
-def _to_be_padded(symbols: list[torch.SymInt], ranks: int) -> torch.SymInt:
-    """Return a length that the ranks do not divide, guarded; Note [Padded lengths]."""
-    length = symbols[0]
-    for n in symbols:
-        require(n == length)
-    require(length >= 2 * ranks)
     return length
 
 

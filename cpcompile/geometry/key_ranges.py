@@ -104,7 +104,7 @@ def seen_runs(ranges: KeyRanges, counts: list[int], stops: list[int]) -> Tensor:
     A piece is cut in two where the first key of its rows changes, if it does so once: a
     document begins there. The table, for `read_table`, also says whether any row has
     holes, and whether the ranges ever decrease. It is int64, on the host. See Note [One
-    look at the mask] in mask_blocks.py.
+    summary of the mask] in mask_blocks.py.
     """
     if not counts or not stops:
         return torch.zeros(0, dtype=torch.int64)

@@ -1,10 +1,11 @@
 """Sequence lengths that may be symbols, so that one program serves many lengths.
 
 Note [Symbolic sequence lengths]
-Where Dynamo hands a symbol for the length S of the sequence, it stays one if N ranks
-divide it and each has two tokens or more: guards say so, and the local length is S // N
-on every rank. Of plain inputs of one length the number of rows may be a symbol instead.
-All other sizes get their value. Facts of S are asked for in three ways:
+Where Dynamo hands a symbol for the length S of the sequence, it stays one if each of N
+ranks has two tokens or more: guards say so, and whether N divides S. What ranks have is
+written in symbols of its own (Note [Tokens per rank]). Of plain inputs of one length
+the number of rows may be a symbol instead. All other sizes get their value. Facts of S
+are asked for in three ways:
 `expected` is its value in this call, without a guard, for what may be tuned to it;
 `is_same` is what holds for all lengths; `require` adds a guard, outside of which Dynamo
 compiles again. The guards have to be the same on every rank, or one would compile
@@ -73,15 +74,6 @@ def times(n: Size, tokens: Size) -> int:
         return 0
     ratio = sympy.cancel(sympy.sympify(hashable(n)) / sympy.sympify(hashable(tokens)))
     return here // per if ratio == here // per else 0
-
-
-def has_tokens(n: Size, tokens: int, symbolic: bool) -> bool:
-    """Tell whether n is the length that is `tokens` in this call; add no guard.
-
-    symbolic: whether that length is a symbol. Then a number that happens to be equal is
-    not the length.
-    """
-    return expected(n) == tokens and is_symbol(n) == symbolic
 
 
 def hashable(n: Size) -> object:

@@ -16,8 +16,8 @@ class Unread:
     """The reason why a mask could not be read, and what it costs.
 
     bytes: the size of the mask as the model has it. is_large: whether that is more than
-    may be whole on every rank without a warning. is_whole: whether it is whole there,
-    as far as is known.
+    is to be whole on every rank. is_whole: whether it is whole there, as far as is
+    known.
     """
 
     reason: str

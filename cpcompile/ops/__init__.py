@@ -1,7 +1,6 @@
 """The cp:: operators; importing this package registers them and their DTensor rules."""
 
 from cpcompile.ops.comm.dim_exchange import dim_exchange
-from cpcompile.ops.comm.halo_exchange import halo_exchange
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
 from cpcompile.ops.comm.heads_in_groups import (
     gather_finish,
@@ -61,7 +60,6 @@ __all__ = [
     "gather_finish",
     "gather_start",
     "gradient_bucket",
-    "halo_exchange",
     "hybrid_attention",
     "local_attention",
     "local_attention_backward",

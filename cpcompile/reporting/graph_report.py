@@ -70,7 +70,7 @@ class CallReport:
             query=call.q_shape,
             key=call.k_shape,
             dtype=str(call.dtype).removeprefix("torch."),
-            mask=_mask(call, mask),
+            mask=_with_form(_mask(call, mask), call, ctx),
             plan=plan,
             reason=call.unsupported or call.already_local,
             kernel=None if plan is None else kernel,
@@ -78,6 +78,13 @@ class CallReport:
             latent_source=_latent_source(call, plan, ctx),
             in_windows=call.in_windows,
         )
+
+
+def _with_form(mask: str, call: AttentionCall, ctx: Context) -> str:
+    """Say of a mask that was not read which ranks have what of it."""
+    plans = list(ctx.findings.plans)
+    form = ctx.findings.mask_forms.get(plans.index(call)) if call in plans else None
+    return mask if form is None else f"{mask}, {form}"
 
 
 def _kernel(
@@ -187,10 +194,10 @@ class ShardedInput:
 class GraphReport:
     """The report of one compiled graph.
 
+    distributed_calls: those of which ranks have parts, forward and backward.
     inputs: arguments that are sharded.
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
     by_hand: attention that is written by hand and stays so.
-    padded: whether a length that the ranks do not divide is padded inside.
     tiles: regions that run tile by tile. later: results that are made after it, once
     more. saved: what a budget lets the forward save.
     folded: blocks that are one function, of the forward and of the backward.
@@ -209,7 +216,6 @@ class GraphReport:
     relayouts_cancelled: int
     inputs: tuple[ShardedInput, ...] = ()
     began: tuple[str, ...] = ()
-    padded: bool = False
     gradients: tuple[str, ...] = ()
     by_hand: tuple[AttentionShare, ...] = ()
     tiles: tuple[TiledRegion, ...] = ()
@@ -230,19 +236,17 @@ class GraphReport:
         folding: Folding | None = None,
         accounts: Sequence[GraphAccount] = (),
     ) -> GraphReport:
-        sharded = [run.rewrites for run in passes if run.name == "shard_graph"]
         return cls(
             frame=frame,
             ranks=ctx.ranks,
             calls=tuple(CallReport.of(c, ctx) for c in ctx.findings.calls),
             passes=passes,
             gathered=tuple(ctx.findings.gathered_results),
-            distributed_calls=sum(sharded) + ctx.findings.localised,
+            distributed_calls=ctx.findings.localised,
             relayouts_left=ctx.findings.relayouts,
             relayouts_cancelled=ctx.findings.relayouts_cancelled,
             inputs=_sharded_inputs(ctx),
             began=tuple(ctx.findings.token_origins),
-            padded=ctx.padding is not None,
             gradients=_gradients(ctx),
             by_hand=tuple(
                 AttentionShare(module_path(x), part_of_attention(x, ctx), why)
@@ -282,8 +286,6 @@ class GraphReport:
             lines.append(f"sharded inputs: {', '.join(map(str, self.inputs))}")
         if self.began:
             lines.append(f"tokens begin at: {', '.join(self.began)}")
-        if self.padded:
-            lines.append(f"any length: padded inside to a multiple of {self.ranks}")
         lines += [f"in tiles: {tile}" for tile in self.tiles]
         lines += [f"made once more for the caller: {name}" for name in self.later]
         lines += [f"activation memory: {saved}" for saved in self.saved]
@@ -306,16 +308,11 @@ def account_of(graphs: Iterable[GraphReport]) -> Account:
 
 
 def _sharded_inputs(ctx: Context) -> tuple[ShardedInput, ...]:
-    inputs = {x.name: (node, x) for node, x in ctx.inputs.items() if x.name is not None}
-    dims = {name: x.dim for name, (_, x) in inputs.items() if x.dim is not None}
-    for name, dim in ctx.findings.cut_inputs:
-        dims.setdefault(name, dim)
-    sharded = []
-    for name, dim in dims.items():
-        node, x = inputs[name]
-        sizes = expected_shape(fake_value(node))
-        sharded.append(ShardedInput(name, dim, x.dim is None or x.inferred, sizes))
-    return tuple(sharded)
+    return tuple(
+        ShardedInput(x.name, x.dim, x.inferred, expected_shape(fake_value(node)))
+        for node, x in ctx.inputs.items()
+        if x.name is not None and x.dim is not None
+    )
 
 
 def _gradients(ctx: Context) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ from cpcompile.accounting.graph_account import (
 from cpcompile.geometry.lengths import expected
 from cpcompile.geometry.tensor_sizes import bytes_of
 from cpcompile.logs import warn_once
-from cpcompile.passes.graph.constant_arguments import Callee
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.nodes import all_nodes, fake_value, where
 from cpcompile.passes.graph.rule_to_write import rule_to_write
@@ -156,12 +155,10 @@ def _comes_after_break(report: GraphReport) -> bool:
 def _rule_to_write(graph: fx.Graph) -> str:
     """Return the line that tells DTensor of a custom operator of tokens; or ""."""
     for node in all_nodes(graph):
-        call, args, value = node.target, node.args, fake_value(node)
-        if args and isinstance(args[0], Callee):  # on gathered tensors
-            call, args = args[0].function, args[2:]
-        given = tuple(map(fake_value, args))
+        given = tuple(map(fake_value, node.args))
         named = {name: fake_value(x) for name, x in node.kwargs.items()}
-        text = rule_to_write(call, where(node), given, named, value)
+        value = fake_value(node)
+        text = rule_to_write(node.target, where(node), given, named, value)
         if text:
             return text
     return ""

@@ -7,8 +7,8 @@ and slices what it gathered: `part` is no view of x any more. A write into it is
 computed and dropped, and who reads x later reads old numbers (torch 2.11 to 2.15).
 
 Writes of the user's program are made functional before they get here
-(`passes/model/mutation`); this is what makes sure of it, in trials and while
-AOTAutograd traces, forward and backward.
+(`passes/model/mutation`, AOTAutograd); this is what makes sure of it, while AOTAutograd
+traces, forward and backward.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ tracing, the sharding rule is enough.
 Convolutions: the handler exchanges the borders of images that are cut along the width,
 and takes everything else as it lies on this rank: of a sharded sequence, one part is
 convolved and labelled as the whole. While Dynamo traces only shapes matter, and those
-are of the global tensors; shard_graph decides later what is gathered. The handler of
-their backward brings the gradient to the placement of the input. Of a batch that is
+are of the global tensors; what is gathered is decided later, by `localise`. The handler
+of their backward brings the gradient to the placement of the input. Of a batch that is
 flattened with the tokens, the redistributed gradient reads its placement in another way
 (`use_strided_shard_as_shard_order`), so that the rule wants both tensors whole; the
 handler does not gather them, and the sum over some images is labelled as that of all.

@@ -8,7 +8,7 @@ have nothing to do with us, so it is on only from the start to the end of a comp
 
 Note [Operators without a rule, as Dynamo sees them]
 Dynamo runs every call once on fake DTensors, for the shape of the result only; how a
-call is really sharded is decided later, by shard_graph. So in this phase an operator
+call is really sharded is decided later, by `localise`. So in this phase an operator
 without a sharding rule may count as replicated, and an in-place one as done, also one
 that writes a DTensor into a plain tensor. DTensor remembers such answers like its own,
 so they are forgotten when this phase ends.

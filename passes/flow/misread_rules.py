@@ -5,8 +5,7 @@ A reduction over a sharded dimension gives every rank a part, and DTensor combin
 parts when a call needs it. Sums may wait, and so may maxima, minima and averages. But
 (torch 2.13) the parts of a norm and of torch.any count as sums too: x.norm(dim=1).sum()
 would add up norms of parts, and mask.any(1).float() count ranks. These, and products,
-are combined at once (cp_reduce_partial); a call that adds them up inside is not left to
-DTensor.
+are combined at once; a call that adds them up inside is not left to DTensor.
 
 Note [Images without a batch]
 The backward of adaptive_avg_pool2d may be split on channels. Its rule (torch 2.13)
@@ -97,27 +96,3 @@ def _is_image_without_batch(func: Any, args: Any) -> bool:
 
 
 _CHANNELS_FIRST = 3  # [C, H, W]
-
-
-def without_masks(x: DTensor) -> DTensor:
-    """Return a fake value with plain sums over ranks in the place of masked ones.
-
-    The placement of a vocabulary that is sharded keeps the mask of one call, which the
-    fake value of an equal call lacks.
-    """
-    placements = [
-        Partial() if hasattr(p, "mask_buffer") else p  # private: _MaskPartial
-        for p in x.placements
-    ]
-    if tuple(placements) == x.placements:
-        return x
-    result = DTensor.from_local(
-        x._local_tensor,
-        x.device_mesh,
-        placements,
-        run_check=False,
-        shape=x.shape,
-        stride=x.stride(),
-    )
-    result.requires_grad_(x.requires_grad)
-    return result

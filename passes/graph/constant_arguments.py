@@ -151,15 +151,6 @@ class GraphArgument(ConstantArgument):
         return fx.Interpreter(self.graph).run(*args)
 
 
-def called_name(node: fx.Node) -> str:
-    """Return the name of what a call runs: of its callee, if it has one."""
-    arguments: tuple[Any, ...] = node.args
-    callees = (x.label for x in arguments if isinstance(x, Callee))
-    target: Any = node.target
-    name = target if isinstance(target, str) else function_name(target)
-    return next(callees, name)
-
-
 def function_name(function: Callable[..., Any]) -> str:
     """Return the name of a function as people write it."""
     return str(getattr(function, "__name__", function))

@@ -25,8 +25,6 @@ from cpcompile.ranks.digests import value_text
 from cpcompile.ranks.layout_marks import mark
 from cpcompile.ranks.mesh_factors import HybridGroups, hybrid_groups, known_groups
 
-from .sequence_tokens import Padding, Tokens
-
 IN_WINDOWS = "its tokens are in windows, of which every rank has whole ones"
 
 
@@ -203,9 +201,6 @@ class Findings:
     A pass says by `graph_pass` which of these fields it reads and writes.
     """
 
-    # from an earlier attempt, and fold_transforms: calls to be gathered, by
-    # `name_origin`, with what failed when they were not
-    fallback_calls: dict[str, str] = field(default_factory=dict)
     # fold_attention_patterns: attention over a sequence that stays as it is, with why
     unmatched_attention: list[tuple[fx.Node, str]] = field(default_factory=list)
     # fold_attention_patterns: softmaxes over windows, heads or channels
@@ -218,38 +213,35 @@ class Findings:
     masks: dict[AttentionCall, Mask] = field(default_factory=dict)
     # rewrite_masks: the `buffers` for whose present value alone the program is right
     read_by_value: set[fx.Node] = field(default_factory=set)
-    # rewrite_masks: values a bias is computed from, and their dimension of queries
-    mask_rows: dict[fx.Node, int] = field(default_factory=dict)
     # rewrite_masks: the nodes that compute masks that were read, to be erased when
     # nothing reads them
     mask_sources: list[MaskSource] = field(default_factory=list)
-    # pad_tokens: where the tokens of every result are; n if the result is S + n
-    padded_results: list[Tokens | int | None] = field(default_factory=list)
     # find_latents: of calls whose keys and values are made of something narrower
     key_sources: dict[AttentionCall, KeySources] = field(default_factory=dict)
-    # choose_strategy: one entry per call that is rewritten
+    # choose_strategy, and localise for the order of tokens that it chooses: one entry
+    # per call that is rewritten
     plans: dict[AttentionCall, Plan] = field(default_factory=dict)
     # choose_strategy: the best plans on either side of a relayout
     contiguous_plans: dict[AttentionCall, Plan] = field(default_factory=dict)
     balanced_plans: dict[AttentionCall, Plan] = field(default_factory=dict)
     # exchange_mixers: what mixes tokens and is no attention
     mixers: list[MixerPlan] = field(default_factory=list)
-    # shard_graph: one entry per output; None stays what it is
+    # enter_other_axes, then localise: one entry per result; None stays what it is
     outputs: list[OutputPlacement | None] = field(default_factory=list)
-    # shard_graph: results that are made after the program
+    # leave_for_later: results that are made after the program
     later_results: list[LaterResult] = field(default_factory=list)
-    # shard_graph: results that leave whole: "add [2, 16, 8]"
+    # localise: results that leave whole: "add [2, 16, 8]"
     gathered_results: list[str] = field(default_factory=list)
-    # localise: softmaxes by hand, by name, with the dimension that is cut; shared calls
+    # localise: softmaxes by hand, by name, with the dimension that is cut
     rows_by_hand: dict[str, int] = field(default_factory=dict)
+    # localise: which ranks have what of a mask that was not read, by its plan's place
+    mask_forms: dict[int, str] = field(default_factory=dict)
+    # localise: how many calls ranks have parts of
     localised: int = 0
-    # shard_graph: inputs that are cut where they meet sharded values, with dimension
-    cut_inputs: list[tuple[str, int]] = field(default_factory=list)
-    # shard_graph: values in which tokens begin, that no input has: "conv1d [2, 9, 8]"
+    # begin_tokens: values in which tokens begin, that no input has: "conv1d [2, 9, 8]"
     token_origins: list[str] = field(default_factory=list)
-    # values that passes make once for the graph and share, each under its own key
-    shared: dict[str, Any] = field(default_factory=dict)
-    # lay_out_tokens
+    # localise: relayouts of the forward, and how many it has less than if each call in
+    # a balanced layout were laid out by itself
     relayouts: int = 0
     relayouts_cancelled: int = 0
 
@@ -292,7 +284,6 @@ class Context:
     backward: bool = True
     length: torch.SymInt | None = None  # of the sequence, where it stays a symbol
     rows: torch.SymInt | None = None  # of the batch, where it stays a symbol
-    padding: Padding | None = None  # how it is padded to that length
     # inputs whose value may become a part of the program
     buffers: dict[fx.Node, Buffer] = field(default_factory=dict)
     # compares texts with those of the other ranks, item by item
@@ -312,11 +303,6 @@ class Context:
     def ranks(self) -> int:
         """Number of ranks that share the sequence."""
         return self.mesh.size(self.axis)
-
-    @property
-    def keeps_dtensors(self) -> bool:
-        """Tell whether the program writes into a DTensor that the caller keeps."""
-        return any(x.kind is InputKind.KEPT for x in self.inputs.values())
 
     @property
     def takes_dtensors(self) -> bool:

@@ -40,21 +40,10 @@ def spec_of(node: fx.Node) -> AttentionSpec:
     return AttentionSpec.of_text(canonical_call(node).arguments["spec"])
 
 
-def extras_of(node: fx.Node) -> dict[str, fx.Node]:
-    """Return the tensors of an attention operator beside q, k and v, by name."""
-    tensors = canonical_call(node).arguments["extras"]
-    return dict(zip(spec_of(node).extras, tensors, strict=True))
-
-
 def needs_order(node: fx.Node) -> bool:
     """Tell whether the result of an operator depends on the positions of tokens."""
     spec = spec_of(node)
     return spec.is_causal or spec.has_mask
-
-
-def call_of(node: fx.Node) -> AttentionCall | None:
-    """Return the call that an operator stands for; None for any other node."""
-    return node.meta.get(CALL)
 
 
 def result_of(node: fx.Node) -> fx.Node:

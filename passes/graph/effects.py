@@ -90,14 +90,6 @@ def has_effects(node: fx.Node) -> bool:
     return node.is_impure() or (is_call and is_in_place(node))
 
 
-def result_is_argument(node: fx.Node) -> bool:
-    """Tell whether all that an in-place call returns is what it writes to."""
-    overload = canonical_call(node).overload
-    return overload is None or all(
-        x.alias_info is not None for x in overload._schema.returns
-    )
-
-
 def enables_gradients(graph: fx.Graph) -> bool:
     """Tell whether a program computes gradients though it is called without."""
     return any(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,13 +35,3 @@ class RegionCall:
     results: tuple[fx.Node, ...]
     inside: tuple[fx.Node, ...]
     last: fx.Node
-
-
-def with_inputs(node: fx.Node, new: Callable[[fx.Node], Any]) -> NewCall:
-    """Return the call of `node` with new(x) in place of each node x that it reads."""
-
-    def argument(x: Any) -> Any:
-        return new(x) if isinstance(x, fx.Node) else x
-
-    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)
-    return NewCall(node.target, args, kwargs)

@@ -26,12 +26,11 @@ from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from .constant_arguments import Method
-from .origins import ORIGIN
 
 # Higher-order operators whose first argument is a sub-graph that runs inline.
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
-WHOLE = "cp_reduce_partial"
+WHOLE = "cp_whole_value"  # in the meta of a local part: all of the parameter
 
 # In node.meta: the partitioner is to compute a value again in the backward. The tag is
 # that of a checkpoint region. A region that reads what is made outside of it would have
@@ -43,7 +42,7 @@ RECOMPUTE_LAST = {
 }
 
 _META_KEYS = (
-    *("stack_trace", "nn_module_stack", "source_fn_stack", ORIGIN),
+    *("stack_trace", "nn_module_stack", "source_fn_stack"),
     *RECOMPUTE_LAST,
 )
 

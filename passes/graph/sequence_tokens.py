@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from cpcompile.geometry.lengths import Size, expected, is_symbol
@@ -67,37 +65,6 @@ class TokenAxis:
         return TokenAxis(dim, self.outer, self.inner)
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a value, of a sequence that is padded from S tokens to P.
-
-    Dimension axis.dim has P + extra tokens, of which the first S + extra count.
-
-    extra: of x[:, 1:] it is -1, and of F.pad(x, (0, 1)) it is 1.
-    """
-
-    axis: TokenAxis
-    extra: int = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Tell whether the dimension has nothing but the tokens."""
-        return self.axis.outer == self.axis.inner == 1
-
-
-@dataclass(frozen=True)
-class Padding:
-    """The padding of a sequence at its end; see Note [Padded lengths].
-
-    symbol: the padded length P. length, real: the inputs of the graph that hold P, and
-    the number of real tokens, a tensor [] of int64.
-    """
-
-    symbol: torch.SymInt
-    length: fx.Node
-    real: fx.Node
-
-
 class Wanted(StrEnum):
     """What ranks should hold of a value, which a `constraint` in a graph names."""
 
@@ -113,7 +80,7 @@ class Wanted(StrEnum):
 def constraint(
     x: Tensor, wanted: Wanted, dim: int | None = None, target: int | None = None
 ) -> Tensor:
-    """Return x; mark in a graph what ranks should hold of it, for shard_graph.
+    """Return x; mark in a graph what ranks should hold of it, for keep_calls.
 
     dim: the dimension that has the entries, mostly tokens; None if none has.
     """
@@ -130,18 +97,10 @@ def is_row_parallel_operand(node: fx.Node) -> bool:
     return wanted_of(node) in (Wanted.OWN_ROWS, Wanted.ALL_ROWS)
 
 
-def token_dim(
-    value: Any,
-    axis: int,
-    tokens: int,
-    mesh: DeviceMesh | None = None,
-    symbolic: bool = False,
-) -> TokenDim | None:
+def token_dim(value: Any, axis: int, tokens: int) -> TokenDim | None:
     """Return the dimension of `value` that the mesh axis splits, if it has the tokens.
 
-    tokens: their number. mesh: the mesh of the sequence. On a joint mesh other axes may
-    split this rank's tokens further. symbolic: whether the number is a symbol, which is
-    `tokens` in this call.
+    tokens: their number. None also where the size of the dimension is a symbol.
     """
     if not isinstance(value, DTensor):
         return None
@@ -152,41 +111,23 @@ def token_dim(
     outer = getattr(placement, "split_factor", 1)
     for other, other_placement in enumerate(value.placements):
         if other != axis and getattr(other_placement, "dim", None) == dim:
-            if mesh is not None and value.device_mesh != mesh:
-                continue
             if other > axis or not isinstance(placement, StridedShard):
                 return None  # ranks of two axes share the tokens
             outer *= value.device_mesh.size(other)
     whole, size = outer * tokens, expected(value.shape[dim])
-    if is_symbol(value.shape[dim]) != symbolic or not size or size % whole:
+    if is_symbol(value.shape[dim]) or not size or size % whole:
         return None
     if size != whole and tokens % value.device_mesh.size(axis):
         return None  # the ranks are not cut between tokens
     return TokenDim(dim, outer)
 
 
-def placed_sequence_dim(value: Any, axis: int) -> SequenceDim | None:
-    """Return the sequence that a mesh axis splits, with as many tokens as there can be.
-
-    None if the axis splits no dimension.
-    """
-    placement = value.placements[axis] if isinstance(value, DTensor) else None
-    dim = getattr(placement, "dim", None)
-    if dim is None:
-        return None
-    outer = getattr(placement, "split_factor", 1)
-    size = expected(value.shape[dim])
-    return None if size % outer else SequenceDim(TokenDim(dim, outer), size // outer)
-
-
-def candidate_dims(
-    shape: Sequence[Size], tokens: int, symbolic: bool = False
-) -> list[TokenDim]:
+def candidate_dims(shape: Sequence[Size], tokens: int) -> list[TokenDim]:
     """List the dimensions of a shape that may be those of the tokens, by their size."""
     dims = []
     for dim, own in enumerate(shape):
         size = expected(own)
-        if size and size % tokens == 0 and is_symbol(own) == symbolic:
+        if size and size % tokens == 0 and not is_symbol(own):
             dims.append(TokenDim(dim))
             if size > tokens:
                 dims.append(TokenDim(dim, size // tokens))

@@ -1,1 +1,1 @@
-"""Write placements into a graph: calls that shard, gather and wrap values."""
+"""What rules for calls are made of: functions that place, move and pick tokens."""

@@ -1,4 +1,4 @@
-"""Bring gradients that arrive, or leave the graph, to placements of our choice."""
+"""Gradients that are not those that autograd would give: summands, and of writes."""
 
 from __future__ import annotations
 
@@ -10,30 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from cpcompile.torch_patches.missing_gradients import on_mesh
-
-
-class PinnedGradient(torch.autograd.Function):
-    """The identity, with a gradient that is brought to the placement of x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, sums_wait: bool) -> Tensor:
-        ctx.set_materialize_grads(False)  # zeros would be a plain tensor
-        ctx.mesh, ctx.placements, ctx.sums_wait = x.device_mesh, x.placements, sums_wait
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[DTensor | None, None]:
-        (grad,) = grads
-        if grad is None:
-            return None, None
-        grad = on_mesh(grad, ctx.mesh)
-        placements = []
-        for has, of_x in zip(grad.placements, ctx.placements, strict=True):
-            # All summands of x have the same gradient.
-            wanted = Replicate() if of_x.is_partial() else of_x
-            waits = ctx.sums_wait and has.is_partial()
-            placements.append(has if waits else wanted)
-        return grad.redistribute(placements=placements), None
 
 
 class UnreducedGradient(torch.autograd.Function):

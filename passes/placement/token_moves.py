@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cpcompile.geometry import token_pieces
-from cpcompile.geometry.layout import Layout, TokenLayout, leaves_ranks_empty
+from cpcompile.geometry.layout import Layout, leaves_ranks_empty
 from cpcompile.geometry.lengths import (
     LengthNotSymbolic,
     Size,
@@ -26,7 +25,7 @@ from cpcompile.geometry.lengths import (
     is_symbol,
     require,
 )
-from cpcompile.geometry.token_pieces import Joined, Piece, move_of
+from cpcompile.geometry.token_pieces import Joined, Piece
 from cpcompile.ops.comm.moved_tokens import WHOLE
 from cpcompile.ops.dtensor.local_part import (
     contiguous_strides,
@@ -34,10 +33,8 @@ from cpcompile.ops.dtensor.local_part import (
     local_part,
 )
 from cpcompile.torch_private.distributed import StridedShard, TensorMeta
-from cpcompile.torch_private.fake_tensors import disable_current_modes
 
 from ..graph.constant_arguments import MeshAxis
-from ..graph.nodes import fake_value
 from .placement_calls import cp_replicate
 from .token_picks import cp_pick_tokens
 
@@ -53,7 +50,6 @@ _MOVES: dict[str, Callable[..., Joined]] = {
     "roll": lambda lengths, *args: token_pieces.rolled(*lengths, *args),
     "flip": lambda lengths: token_pieces.flipped(*lengths),
     "pad": lambda lengths, *args: token_pieces.padded(*lengths, *args),
-    "windows": lambda lengths, *args: token_pieces.windowed(*lengths, *args),
     "cat": token_pieces.concatenated,
     "assign": lambda lengths, start, stop, step: token_pieces.assigned(
         lengths[0], start, stop, step, len(lengths) - 1 or token_pieces.FILL
@@ -79,9 +75,8 @@ def cp_move_tokens(
             sharded. The rows of a flattened batch, whose layout is contiguous, become
             rows without a batch, but for those that are assigned to.
         how, args: "slice", start, stop, step; "roll", shift; "flip"; "pad", before,
-            after, mode; "windows", size, step, dilation, before, count, side by side;
-            "cat"; "assign", start, stop, step, where the second one is assigned, or
-            `fill` where there is no second one.
+            after, mode; "cat"; "assign", start, stop, step, where the second one is
+            assigned, or `fill` where there is no second one.
         fill: the number of padding.
         layout: of the tokens that are sharded, before and after.
     """
@@ -131,17 +126,18 @@ def cp_part_rows(x: DTensor, cp_axis: MeshAxis, dim: int, batch: int) -> DTensor
 
     x [.., batch * tokens, ..] -> [.., batch, tokens, ..], sharded on the axis.
     """
-    rows = x.shape[dim]
-    local = torch.ops.cp.moved_tokens(
-        [x._local_tensor],
-        dim,
-        [rows],
-        f"{Layout.CONTIGUOUS.value} {Layout.CONTIGUOUS.value}*{batch}",
-        [*Piece(0, 0, rows, 0)],
-        rows,
-        0.0,
-        cp_axis.mesh.get_group(cp_axis.axis).group_name,
-    )
+    rows, local = x.shape[dim], x._local_tensor
+    if batch > 1:
+        local = torch.ops.cp.moved_tokens(
+            [local],
+            dim,
+            [rows],
+            f"{Layout.CONTIGUOUS.value} {Layout.CONTIGUOUS.value}*{batch}",
+            [*Piece(0, 0, rows, 0)],
+            rows,
+            0.0,
+            cp_axis.mesh.get_group(cp_axis.axis).group_name,
+        )
     placements = list(x.placements)
     placements[cp_axis.axis] = Shard(dim + 1)
     shape = [*x.shape[:dim], batch, rows // batch, *x.shape[dim + 1 :]]
@@ -181,48 +177,6 @@ def are_few(tokens: Size, ranks: int) -> bool:
     """Tell whether ranks would be left without a token; one token is not shared."""
     here = expected(tokens)
     return here < 2 or leaves_ranks_empty(here, ranks)
-
-
-def tokens_sent(node: fx.Node, layout: Layout, ranks: int) -> int:
-    """Count the tokens that the first rank sends for a call of one of these."""
-    arguments: Any = fx.node.map_aggregate(node.args, _expected)
-    xs, cp_axis, dim, *how = arguments
-    if node.target is cp_split_tokens:
-        cuts = [
-            ("slice", *pair, 1)
-            for pair in pairwise([0, *accumulate(how[0])])
-            if not are_few(pair[1] - pair[0], ranks)
-        ]
-        return sum(_sent([xs], cp_axis, dim, layout, ranks, *cut) for cut in cuts)
-    return _sent(xs, cp_axis, dim, layout, ranks, *how)
-
-
-def _expected(x: Any) -> Any:
-    """Return the value of a size in this call; tensors stay nodes."""
-    value = fake_value(x)
-    return expected(value) if isinstance(value, int | torch.SymInt) else x
-
-
-def _sent(
-    xs: Sequence[fx.Node],
-    cp_axis: MeshAxis,
-    dim: int,
-    layout: Layout,
-    ranks: int,
-    how: str,
-    *args: Any,
-) -> int:
-    values = [fake_value(x) for x in xs]
-    lengths = [expected(x.shape[dim]) for x in values]
-    joined = _MOVES[how](lengths, *args)
-    sources = tuple(
-        TokenLayout.of(layout, n, ranks) if _is_split(x, cp_axis, dim) else None
-        for n, x in zip(lengths, values, strict=True)
-    )
-    result = TokenLayout.of(layout, joined.length, ranks)
-    host = torch.device("cpu")
-    with disable_current_modes():
-        return sum(move_of(sources, tuple(joined.pieces), result, 0, host).sent)
 
 
 def _local(x: DTensor, like: DTensor, cp_axis: MeshAxis, dim: int) -> Tensor:

@@ -68,6 +68,12 @@ def spec_of(node: fx.Node) -> AttentionSpec:
     return AttentionSpec.of_text(str(node.args[_names(node).index("spec")]))
 
 
+def operand_of(node: fx.Node, name: str) -> fx.Node | None:
+    """Return one of the tensors beside q, k and v, such as "bias", if it is given."""
+    extras: Any = node.args[_names(node).index("extras")]
+    return dict(zip(spec_of(node).extras, extras, strict=True)).get(name)
+
+
 def needs_order(node: fx.Node) -> bool:
     """Tell whether the result of an operator depends on the positions of tokens."""
     spec = spec_of(node)

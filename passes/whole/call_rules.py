@@ -22,7 +22,7 @@ from cpcompile.torch_private.distributed import StridedShard, TensorMeta
 from cpcompile.torch_private.fake_tensors import disable_current_modes
 from cpcompile.torch_private.operators import OpOverload
 
-from ..flow.trial import DRAWS_NUMBERS
+from ..flow.trial import DRAWS_NUMBERS, draws_numbers
 from ..graph.constant_arguments import MeshAxis
 from .composition_rules import composition_rules
 from .cut_alike import cut_alike, local_of, placements_of
@@ -163,9 +163,15 @@ def _like_whole(x: DTensor) -> Tensor:
 
 
 def _of_whole_alone(call: OpOverload) -> Callable[..., Any]:
-    """Refuse shards: every rank would draw the same numbers for its own part."""
+    """Refuse shards: every rank would draw the same numbers for its own part.
+
+    Attention without dropout draws none.
+    """
+    without = by_rows_of_batch(call)
 
     def drawn(*args: Any, **options: Any) -> Any:
+        if not draws_numbers(call, args, options):
+            return without(*args, **options)
         operands = pytree.tree_leaves((args, options))
         if any(not p.is_replicate() for x in operands for p in placements_of(x)):
             raise RewriteError(DRAWS_NUMBERS)

@@ -14,7 +14,7 @@ from cpcompile.geometry.lengths import hashable, is_symbol
 from cpcompile.torch_private import pytree
 
 from ..graph.context import GraphInput, InputKind
-from .edges import Edges, gradient_as, placed_as
+from .edges import COPY, Edges, gradient_as, placed_as
 from .local_calls import LocalCalls, replicated
 from .local_values import LocalValues
 from .order_tokens import result_vertex
@@ -170,13 +170,15 @@ class EdgeValues(LocalValues):
         if not isinstance(value, DTensor):
             return self.local[x]
         laid_out = result_vertex(place, number) in self.order.laid_out
+        self.in_order(x, laid_out)
         value, local = self.ordered_as(x, laid_out)
         chunks = None if known is None else known.chunks
         to = None if chunks is None else Chunks.of(chunks)
+        args: Any
         if place is not None:
             self.edges.leaves_chunks(place, self.chunks.get(x))
             to = self.edges.chunks.get(place)
-        value, local = self.as_chunks(x, value, local, to)
+        value, local = self.as_chunks(x, value, local, to, laid_out)
         outside = self.edges.everywhere
         if known is not None:
             if known.has_local_part:
@@ -198,15 +200,58 @@ class EdgeValues(LocalValues):
             self.edges.laid_out(place, self.order.layout)
         return pair[1]
 
+    def write_back(self, x: fx.Node, new: fx.Node) -> tuple[Any, Any]:
+        """Write into an input what it is after the call, as it lies outside."""
+        known, _ = self.edges.input(x)
+        outside, laid_out, chunks = self.edges.everywhere, False, None
+        if known is not None and known.has_local_part:
+            outside = self.edges.placements_inside(known)
+            laid_out = known.layout is not Layout.CONTIGUOUS
+            chunks = None if known.chunks is None else Chunks.of(known.chunks)
+        self.in_order(new, laid_out)
+        value, local = self.ordered_as(new, laid_out)
+        if isinstance(value, DTensor):
+            value, local = self.as_chunks(new, value, local, chunks, laid_out)
+            value, local = self.write(placed_as, (value, outside), (local,))
+            value = value._local_tensor
+        elif outside != self.edges.everywhere:
+            whole = replicated(value, self.ctx.mesh)
+            value, local = self.cut(whole, local, outside, laid_out)
+            value = value._local_tensor
+        memory = self.inputs.get(x, x.meta["val"])
+        return self.write(COPY, (memory, value), (x, local))
+
+    def in_order(self, x: fx.Node, laid_out: bool) -> None:
+        """Bring token chunks in order, unless they are read laid out as they are.
+
+        Chunks are of the whole sequence, and no sequence that could be sent for
+        another order.
+        """
+        if x in self.chunks and self.order.is_laid_out(x) is not laid_out:
+            self.order_chunks(x)
+
+    def order_chunks(self, x: fx.Node) -> None:
+        """Bring token chunks in order, and to the ranks that had them."""
+        how = None, self.order.is_laid_out(x)
+        pair = self.as_chunks(x, self.values[x], self.local[x], *how)
+        self.values[x], self.local[x] = pair
+        del self.chunks[x]
+
     def as_chunks(
-        self, node: fx.Node, value: DTensor, local: Any, to: Chunks | None
+        self,
+        node: fx.Node,
+        value: DTensor,
+        local: Any,
+        to: Chunks | None,
+        laid_out: bool,
     ) -> tuple[DTensor, Any]:
-        """Bring what leaves to the chunks in which it does; None is in order."""
+        """Bring a value to the chunks in which it leaves; None is in order."""
         chunks = self.chunks.get(node)
-        if chunks == to or not self.is_shard(value):
+        either = chunks or to
+        if either is None or chunks == to or not self.is_shard(value):
             return value, local
-        where, laid_out = value.placements, self.order.is_laid_out(node)
-        tokens = self.tokens_of_chunk(value, chunks or to) if laid_out else None
+        where = value.placements
+        tokens = self.tokens_of_chunk(value, either) if laid_out else None
         if chunks is not None:
             args: Any = value, chunks, tokens
             value, local = self.write(chunk_in_order, args, (local,))
@@ -214,7 +259,7 @@ class EdgeValues(LocalValues):
                 return self.cut(value, local, where, laid_out)
         else:
             value, local = self.gathered(value, local, laid_out)
-        dim = where[self.ctx.axis].dim
+        dim = where[self.ctx.axis].dim  # type: ignore[attr-defined]  # a shard
         return self.write(order_in_chunks, (value, dim, to, tokens), (local,))
 
     def value(self, node: fx.Node) -> Any:

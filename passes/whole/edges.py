@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 # What AOTAutograd notes of inputs and results; seen in 2.13 and 2.15.
@@ -40,8 +41,9 @@ from .local_calls import placed
 from .other_axes import Chunks
 
 Placements = tuple[Placement, ...]
+COPY = torch.ops.aten.copy_.default
 _FOUND = (
-    *("gathered_results", "rows_by_hand", "localised"),
+    *("gathered_results", "rows_by_hand", "mask_forms", "localised"),
     *("relayouts", "relayouts_cancelled"),
 )
 
@@ -217,3 +219,8 @@ def gradient_as(x: DTensor, contract: GradSync, placements: Placements) -> DTens
         return x.redistribute(placements=placements)
     average = contract is GradSync.AVERAGE
     return share_of(x, x.device_mesh.size() if average else 1)
+
+
+def is_written_back(node: fx.Node) -> bool:
+    """Tell whether a call writes into an input, which AOTAutograd does at the end."""
+    return node.target is COPY and node.args[0].op == "placeholder"  # type: ignore[union-attr]

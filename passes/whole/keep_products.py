@@ -14,8 +14,9 @@ of the parts is what it was.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import expected, hashable, is_same
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.ops.dtensor.shares import sharing_rows
-from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
+from cpcompile.torch_private.distributed import DTensorSpec, StridedShard, TensorMeta
 
 from ..graph.graph_pass import graph_pass
 from ..graph.local_notes import NOTES
@@ -283,15 +284,19 @@ def _product(order: TokenOrder, a: DTensor, b: DTensor, equation: str) -> DTenso
             continue
         # Of two that are cut, the smaller one is what the other needs of it.
         letter = cut[expected(a.numel()) < expected(b.numel())] or cut[0] or cut[1]
+        named = ((a, of_a), (b, of_b))
+        cut_along = _shards(
+            x.placements[axis] for x, n in named if (letter or "-") in n
+        )
         a, b = (
-            _cut(order, x, axis, n.find(letter) if letter else -1)
-            for x, n in ((a, of_a), (b, of_b))
+            _cut(order, x, axis, n.find(letter) if letter else -1, cut_along)
+            for x, n in named
         )
         where = result.find(letter) if letter else -1
         if letter is None:
             placements.append(Replicate())
         else:
-            placements.append(Partial() if where < 0 else Shard(where))
+            placements.append(Partial() if where < 0 else cut_along(where))
     rows: tuple[Any, Any] = (1, 1)
     for x in (a, b):
         dim = getattr(x.placements[order.cp_axis.axis], "dim", None)
@@ -310,6 +315,9 @@ def _local(a: Tensor, b: Tensor, equation: str) -> Tensor:
     """Return the einsum by one product of a batch, or of rows if there is none."""
     factors, result = equation.split("->")
     of_a, of_b = factors.split(",")
+    a, of_a = _without_own(a, of_a, of_b + result)
+    b, of_b = _without_own(b, of_b, of_a + result)
+    equation = f"{of_a},{of_b}->{result}"
     batch = [x for x in of_a if x in of_b and x in result]
     inner = [x for x in of_a if x in of_b and x not in result]
     rows, columns = (
@@ -333,6 +341,13 @@ def _local(a: Tensor, b: Tensor, equation: str) -> Tensor:
     return found if order == sorted(order) else found.permute(order).contiguous()
 
 
+def _without_own(x: Tensor, letters: str, others: str) -> tuple[Tensor, str]:
+    """Add up a factor along dimensions that nothing else has."""
+    own = [dim for dim, letter in enumerate(letters) if letter not in others]
+    kept = "".join(letter for letter in letters if letter in others)
+    return (x.sum(own) if own else x), kept
+
+
 def _sizes(a: Tensor, b: Tensor, equation: str) -> dict[str, Any]:
     """Return the sizes of the dimensions by their letters."""
     of_a, of_b = equation.split("->")[0].split(",")
@@ -346,9 +361,23 @@ def _letter(x: DTensor, letters: str, axis: int) -> str | None:
     return None if dim is None else letters[dim]
 
 
-def _cut(order: TokenOrder, x: DTensor, axis: int, dim: int) -> DTensor:
+def _shards(found: Iterable[Placement]) -> Callable[[int], Placement]:
+    """Return the placement along a dimension: rows of a flattened batch stay so."""
+    factors = {getattr(p, "split_factor", 1) for p in found}
+    if factors and factors != {1} and len(factors) == 1:
+        return functools.partial(StridedShard, split_factor=factors.pop())
+    return Shard
+
+
+def _cut(
+    order: TokenOrder,
+    x: DTensor,
+    axis: int,
+    dim: int,
+    cut_along: Callable[[int], Placement],
+) -> DTensor:
     """Cut a factor along a dimension; -1 is whole."""
-    wanted: Placement = Shard(dim) if dim >= 0 else Replicate()
+    wanted: Placement = cut_along(dim) if dim >= 0 else Replicate()
     placements = list(x.placements)
     if placements[axis] == wanted:
         return x

@@ -34,7 +34,7 @@ from ..model.sharding.program_outputs import is_gathered
 from ..placement.placement_calls import cp_replicate, cp_unreduced
 
 
-@graph_pass(writes=("later_results",))
+@graph_pass(reads=("calls", "plans"), writes=("later_results",))
 def leave_for_later(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite what the graph returns; return how many results."""
     later = ctx.findings.later_results

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import py_sym_types
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
@@ -49,18 +50,19 @@ from cpcompile.torch_private.fake_tensors import detect_fake_mode, failing_quiet
 
 from ..graph.constant_arguments import MeshAxis
 from ..graph.graph_pass import graph_pass
-from ..graph.nodes import where
+from ..graph.nodes import has_unknown_size, where
 from ..graph.rule_to_write import rule_to_write
-from ..model.layouts.lay_out_tokens import note_relayouts
+from ..model.layouts.layout_plans import note_relayouts
 from .attention_nodes import cut_places, is_attention, needs_order, with_layout
 from .call_rules import CallRules
 from .cut_constants import constants
 from .edge_values import EdgeValues
-from .edges import Edges
+from .edges import Edges, is_written_back
 from .few_tokens import is_picked_often
 from .keep_calls import BY_HAND
 from .local_calls import Decompositions, LocalCall, LocalCalls, copied, replicated
 from .local_values import Made, Pair, value_of
+from .note_masks import note_masks, unread_masks
 from .order_tokens import order_tokens, relayouts
 from .other_axes import MOVE, Chunks, TokenWise, chunks_after, moved
 from .sequence_moves import MOVES, SPLITS
@@ -81,7 +83,10 @@ class WholeProgram:
     table: Decompositions
 
 
-@graph_pass(writes=("outputs", "gathered_results", "rows_by_hand", "localised"))
+@graph_pass(
+    reads=("plans", "masks"),
+    writes=("outputs", "gathered_results", "rows_by_hand", "mask_forms", "localised"),
+)
 def localise(graph: fx.Graph, program: WholeProgram) -> int:
     """Rewrite the graph; return how many calls there were. All ranks call this."""
     ctx, joint = program.edges.ctx, graph.owning_module
@@ -105,11 +110,18 @@ def localise(graph: fx.Graph, program: WholeProgram) -> int:
             if (failed := _union(list(of_ranks))) is not None:
                 attempt.undo()
             elif order.layout is Layout.CONTIGUOUS and (found := attempt.ordered()):
-                order, failed = found, attempt.failed  # Note [Two attempts]
+                order, failed = found, attempt.failed  # once more, in it
                 attempt.undo()
         count = attempt.finish()
     program.edges.note(warned)
     return count
+
+
+def _is_sized_by_data(node: fx.Node) -> bool:
+    """Tell whether a call returns something of a size that its data tells."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    sizes = (x for x in leaves if isinstance(x, py_sym_types))
+    return has_unknown_size(leaves) or any(map(free_unbacked_symbols, sizes))
 
 
 def _union(of_ranks: list[dict[str, str]]) -> dict[str, str] | None:
@@ -143,6 +155,7 @@ class Localise(EdgeValues):
         }
         self.token_wise = TokenWise()
         self.old = [x for x in self.graph.nodes if x.op == "call_function"]
+        self.by_data = set(filter(_is_sized_by_data, self.old))
 
     def run(self) -> None:
         """Write the local nodes in front of the output, and have it return them."""
@@ -162,9 +175,11 @@ class Localise(EdgeValues):
 
     def finish(self) -> int:
         """Erase what is of the whole sequence; return how many calls that were."""
+        masks = unread_masks(self.old, self)
         for node in reversed(self.old):
             self.graph.erase_node(node)
         self.graph.eliminate_dead_code()
+        note_masks(masks, self)
         for node, value in self.inputs.items():
             node.meta["val"] = value
         if self.order.layout is not Layout.CONTIGUOUS:
@@ -186,6 +201,9 @@ class Localise(EdgeValues):
 
     def _visit(self, node: fx.Node) -> None:
         self.like = node
+        if any(x in self.by_data for x in (node, *node.all_input_nodes)):
+            self._of_data(node)
+            return
         if node.target is operator.getitem:
             self._pick(node)
             return
@@ -196,7 +214,14 @@ class Localise(EdgeValues):
         operands = node.all_input_nodes
         for x in operands:
             self.value(x)
-        if all(x in self.plain for x in operands):
+        if self.chunks:
+            for place, x in enumerate(pytree.tree_leaves((node.args, node.kwargs))):
+                if x in self.chunks:
+                    self.in_order(x, self.order.reads_laid_out(node, place))
+        if is_written_back(node):
+            self.made[node] = Made(None)
+            self.values[node], self.local[node] = self.write_back(*operands)
+        elif all(x in self.plain for x in operands) and not is_attention(node):
             call, locals_ = self._local_call(node)
             self.values[node] = value_of(call)
             self.local[node] = copied(call, locals_, self.graph, node)
@@ -212,6 +237,26 @@ class Localise(EdgeValues):
             self.values[node], self.local[node] = self._of_whole(node)
         else:
             self.values[node], self.local[node] = self._of_shards(node)
+
+    def _of_data(self, node: fx.Node) -> None:
+        """Write a call whose data tells a size, as it is, on whole tensors."""
+        whole: dict[fx.Node, fx.Node] = {}
+        for x in node.all_input_nodes:
+            value, local = self.value(x), self.local[x]
+            if isinstance(value, DTensor):
+                if self.is_shard(value):
+                    why = "its data tells the size of its result"
+                    self.failed[node.name] = f"{node.target} at {where(node)}: {why}"
+                _, local = self.gathered(value, local, self.order.is_laid_out(x))
+            whole[x] = local
+        own = self.graph.node_copy(node, whole.__getitem__)
+        value = node.meta.get("val")
+        self.made[node], self.local[node] = Made(None), own
+        if isinstance(value, Tensor) and not has_unknown_size(value):
+            self.values[node] = replicated(value, self.ctx.mesh)
+        else:
+            self.values[node] = value
+            self.plain.add(node)
 
     def _pick(self, node: fx.Node) -> None:
         source, index = node.args
@@ -242,6 +287,11 @@ class Localise(EdgeValues):
             call, operands = self._local_call(node, laid_out)
         except Exception as error:  # whatever DTensor's rules raise
             check_refusal(error, f"the part of {node.target}")
+            if isinstance(node.meta["val"], Tensor):
+                given = [parts[x][0] for x in node.all_input_nodes if x in parts]
+                own = self.values[node], self.local[node]
+                pair = self._cut_alike(*own, given, laid_out)
+                parts |= {node: pair} if self.is_shard(pair[0]) else {}
             return
         value = value_of(call)
         if call.sends or _shape_problem(value, node.meta["val"]):
@@ -265,7 +315,7 @@ class Localise(EdgeValues):
         if isinstance(value, DTensor):
             is_local, after = chunks_after(value, text, ranks, chunks)
             if chunks is not None and not is_local:
-                self._order(source)
+                self.order_chunks(source)
                 chunks = None
             if is_local:
                 self.own_moves.add(node)
@@ -287,7 +337,7 @@ class Localise(EdgeValues):
             problem = _first_line(error)
         if problem is not None or len(chunks) > 1:
             for x in operands:
-                self._order(x)
+                self.order_chunks(x)
             return False
         self._have(node, call, tensors, self.chunks[operands[0]])
         return True
@@ -298,12 +348,6 @@ class Localise(EdgeValues):
         self.values[node], self.made[node] = value_of(call), Made(call)
         self.local[node] = copied(call, operands, self.graph, node)
         self._note_chunks(node, chunks)
-
-    def _order(self, node: fx.Node) -> None:
-        """Bring token chunks in order, and to the ranks that had them."""
-        pair = self.as_chunks(node, self.values[node], self.local[node], None)
-        self.values[node], self.local[node] = pair
-        del self.chunks[node]
 
     def _note_chunks(self, node: fx.Node, chunks: Chunks | None) -> None:
         values = pytree.tree_leaves(self.values[node])
@@ -363,13 +407,14 @@ class Localise(EdgeValues):
         if call is torch.ops.aten.view.default:  # rules give other orders in memory
             call = torch.ops.aten.reshape.default
         values, local = self.write(call, args, operands, kwargs)
-        return self._cut_alike(values, local, node)
-
-    def _cut_alike(self, values: Any, local: Any, node: fx.Node) -> Pair:
-        """Cut whole results along the dimension in which operands are cut."""
         given = [self.values[x] for x in node.all_input_nodes]
+        return self._cut_alike(values, local, given, self.order.is_laid_out(node))
+
+    def _cut_alike(
+        self, values: Any, local: Any, given: Sequence[Any], laid_out: bool
+    ) -> Pair:
+        """Cut whole results along the dimension in which operands are cut."""
         places = [x.placements for x in given if self.is_shard(x)]
-        laid_out = self.order.is_laid_out(node)
         leaves, tree = pytree.tree_flatten(values)
         nodes = pytree.tree_leaves(local)
         pairs = []
@@ -416,6 +461,10 @@ class Localise(EdgeValues):
         for place in cut_places(node) if laid_out and is_attention(node) else ():
             if self.order.reads_laid_out(node, place):
                 pairs[place] = self._attended(pairs[place])
+        for place in cut_places(node) if is_attention(node) else ():
+            value, local = pairs[place]
+            if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                pairs[place] = replicated(value, self.ctx.mesh), local
         rule = rule or self.rules[bool(laid_out)].of(node.target)
 
         def call() -> LocalCall:

@@ -33,10 +33,11 @@ from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import disable_current_modes
 
 from ..graph.context import AttentionCall, GraphInput
-from ..model.layouts.lay_out_tokens import compared
 from ..model.layouts.layout_cut import LayoutCut
+from ..model.layouts.layout_plans import compared
 from .attention_nodes import forward_of, is_attention, keys_of, needs_order, plan_number
 from .cut_constants import constants, is_cut
+from .edges import is_written_back
 from .local_calls import LocalCall
 from .local_values import LocalValues
 from .other_axes import MOVE
@@ -201,6 +202,10 @@ class _Ordering:
         self, node: fx.Node, values: Sequence[Any]
     ) -> tuple[float | None, float | None]:
         """Return the seconds that a call takes in either order, beside its own."""
+        if is_written_back(node):
+            known, _ = self.edges.input(node.all_input_nodes[0])
+            is_part = known is not None and known.has_local_part
+            return self._given(known) if known is not None and is_part else (0.0, None)
         made = self.known.made[node]
         if made.call is None:
             sources = [self.known.values[x] for x in node.all_input_nodes]

@@ -39,6 +39,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides, dtensor_of
+from cpcompile.ranks.other_axes import check_other_axes
 from cpcompile.torch_private.distributed import (
     DTensorSpec,
     TensorMeta,
@@ -242,6 +243,7 @@ def enter_other_axes(graph: fx.Graph, ctx: Context) -> None:
     for node, known in ctx.inputs.items():
         if known.kind is InputKind.OTHER_AXES:
             value = fake_value(node)
+            check_other_axes(_sequence(ctx), value.device_mesh)
             axis, layout = MeshAxis(value.device_mesh), concrete_layout(value)
             with graph.inserting_after(last):
                 last = graph.call_function(_entered)
@@ -265,6 +267,14 @@ def enter_other_axes(graph: fx.Graph, ctx: Context) -> None:
                 results[place] = graph.call_function(_left, args)
             results[place].meta = {"example_value": value.to_local()}
     graph.output_node().args = (tuple(results),)
+
+
+def _sequence(ctx: Context) -> DeviceMesh:
+    """Return the mesh of the sequence axis alone."""
+    names = ctx.mesh.mesh_dim_names
+    if ctx.mesh.ndim == 1 or names is None:
+        return ctx.mesh
+    return ctx.mesh[names[ctx.axis]]
 
 
 def _entered(

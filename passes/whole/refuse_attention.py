@@ -13,10 +13,11 @@ import torch.fx as fx
 from cpcompile.errors import RewriteError
 from cpcompile.logs import warn_once, warn_unsharded
 from cpcompile.ops.plain_attention import plain_attention
+from cpcompile.ops.shared_mixers import SPLIT_ALONG
 
 from ..graph.context import AttentionCall, Context
 from ..graph.graph_pass import graph_pass
-from ..graph.nodes import fake_mode_of, fake_value
+from ..graph.nodes import all_nodes, fake_mode_of, fake_value
 from ..model.attention.find_attention import attention_operands, unplanned_calls
 from ..model.sharding.sequence_dims import SequenceDims
 
@@ -49,7 +50,10 @@ def refuse_attention(graph: fx.Graph, ctx: Context) -> int:
 
 
 def _shared(graph: fx.Graph, ctx: Context, call: AttentionCall) -> Iterator[bool]:
-    """Tell of each input that is sharded whether the tokens of a call are its own."""
+    """Tell of each value that has tokens whether those of a call are its own.
+
+    These are inputs that are sharded, and values in which tokens begin.
+    """
     operands = attention_operands(call.node)
     tokens = [(x, fake_value(x).ndim - 2) for x in operands]
     on = fake_mode_of(graph), ctx.mesh, ctx.axis
@@ -59,3 +63,6 @@ def _shared(graph: fx.Graph, ctx: Context, call: AttentionCall) -> Iterator[bool
         dim = getattr(at, "dim", known.dim)
         if dim is not None:
             yield any(x.dim.dim == dim for x in dims.found.get(node, ()))
+    for node in all_nodes(graph):
+        if node.target is SPLIT_ALONG:
+            yield any(x.dim.dim == node.args[2] for x in dims.found.get(node, ()))

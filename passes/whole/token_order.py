@@ -60,9 +60,8 @@ class TokenOrder:
 
     def tokens_of(self, value: Any) -> tuple[int, TokenDim] | None:
         """Return the tokens of a shard: how many there are, and in which dimension."""
-        axis, mesh = self.cp_axis.axis, self.cp_axis.mesh
         for length in self.lengths:
-            dim = token_dim(value, axis, length, mesh)
+            dim = token_dim(value, self.cp_axis.axis, length)
             if dim is not None:
                 return length, dim
         return None

@@ -41,6 +41,7 @@ from cpcompile.torch_private import pytree
 
 from ..graph.constant_arguments import MeshAxis
 from ..placement.token_moves import are_few
+from .local_calls import replicated
 
 aten = torch.ops.aten
 Ints = Sequence[int]
@@ -151,6 +152,7 @@ def _convolution(
     groups: int,
 ) -> Any:
     numbers = (stride, before, counts, dilation)
+    x = _with_mesh(x, [weight, bias])
     if not isinstance(x, DTensor):
         return CONVOLUTION(x, weight, bias, *numbers, groups)
     x = _summed(x)
@@ -182,6 +184,7 @@ def _convolution_backward(
     groups: int,
     needed: Sequence[bool],
 ) -> Any:
+    x = _with_mesh(x, [grad, weight])
     if not isinstance(x, DTensor):
         args = (grad, x, weight, stride, before, dilation, groups, needed)
         return CONVOLUTION_BACKWARD(*args)
@@ -208,6 +211,12 @@ def _convolution_backward(
         (x.shape, weight.shape, weight.shape[:1]),
         x,
     )
+
+
+def _with_mesh(x: Any, others: Sequence[Any]) -> Any:
+    """Return x as every rank has it, on the mesh of other operands; x without one."""
+    meshes = [y.device_mesh for y in others if isinstance(y, DTensor)]
+    return x if isinstance(x, DTensor) or not meshes else replicated(x, meshes[0])
 
 
 def _whole_groups(x: DTensor, weight: Any, groups: int) -> DTensor:

@@ -3,7 +3,6 @@
     @on_ranks(2)                            on two ranks
     @on_ranks("world")                      on as many as the argument of that name says
     @on_ranks(lambda case: case.world)      as its arguments say
-    @on_ranks(2, graphs=BOTH)               by each of cpcompile.config.graph
 
 The arguments are pickled. A body gives nothing back: what ranks have to agree on is for
 a test that calls `pools[world].run` itself.
@@ -17,26 +16,22 @@ import gc
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from _pytest.assertion.rewrite import rewrite_asserts
-
-from cpcompile import config
 
 # The own limit of a test, by pytest-timeout, is a little longer.
 SECONDS = 170.0
 
 World = int | str | Callable[..., int]
-BOTH = ("model", "joint")
 
 
 def on_ranks(
-    world: World = 2, timeout: float = SECONDS, graphs: Sequence[str] = ()
+    world: World = 2, timeout: float = SECONDS
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a test; `timeout` is in seconds."""
 
@@ -51,27 +46,24 @@ def on_ranks(
             elif callable(world):
                 asked = inspect.signature(world).parameters
                 ranks = world(**{name: given[name] for name in asked})
-            graph = given.pop("graph") if graphs else config.graph
             where = (inspect.getfile(body), body.__module__, body.__name__)
-            call = (run_body, *where, pickle.dumps(given), graph)
+            call = (run_body, *where, pickle.dumps(given))
             pools[ranks].run(*call, timeout=timeout)
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        names = ("pools", "graph") if graphs else ("pools",)
-        more = [inspect.Parameter(x, kind) for x in names]
-        signature = inspect.Signature([*more, *parameters.values()])
+        own = inspect.Parameter("pools", kind)
+        signature = inspect.Signature([own, *parameters.values()])
         vars(test).update(__signature__=signature, body=body)
-        return pytest.mark.parametrize("graph", graphs)(test) if graphs else test
+        return test
 
     return decorate
 
 
-def run_body(path: str, module: str, name: str, given: bytes, graph: str) -> None:
+def run_body(path: str, module: str, name: str, given: bytes) -> None:
     """Run the body of a test on this rank."""
     test = getattr(load(path, module), name)
     torch.manual_seed(0)  # whatever the file has drawn
-    with config.patch(graph=graph):
-        test.body(**pickle.loads(given))
+    test.body(**pickle.loads(given))
 
 
 def load(path: str, name: str) -> ModuleType:

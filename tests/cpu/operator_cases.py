@@ -398,9 +398,3 @@ def _messages(place: Place, dtype: torch.dtype) -> Iterator[Call]:
         yield Call(("moved_tokens_backward",), ops.moved_tokens_backward, tensors)
     counts = [1, 0, qkv[0].shape[2] - 1]
     yield Call(("move_runs",), ops.move_runs, (qkv[0], counts, [2, 0, 1]))
-    for dim, halo in ((2, (1, 2)), (-2, (LENGTH, 0))):
-        rest = (dim, LENGTH, *halo, place.group)
-        yield Call(("halo_exchange",), ops.halo_exchange, (qkv[0], *rest))
-        grad = ops.halo_exchange(qkv[0], *rest)
-        name = "halo_exchange_backward"
-        yield Call((name,), ops.halo_exchange_backward, (grad, *rest))

@@ -186,7 +186,6 @@ def run_program(
     world: int,
     door: str,
     layout: str = "auto",
-    graph: str = "model",
 ) -> tuple[list[Deviation], list[int]]:
     """Deviations of loss and gradients, and the rewritten calls of each graph."""
     torch._dynamo.reset()
@@ -210,7 +209,7 @@ def run_program(
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="cp", options=options)
     torch.manual_seed(5)  # dropout draws what one process draws
-    with cp.config.patch(graph=graph), recording() as reports:
+    with recording() as reports:
         got = step(compiled, model, given)
     found = deviations(got, *values)
     return found, [sum(c.plan is not None for c in r.calls) for r in reports]

@@ -25,12 +25,14 @@ from cpcompile import logs
 from cpcompile.compile import attempts
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.errors import RewriteError
+from cpcompile.passes import pipeline
 from cpcompile.passes.graph.context import Context, Findings
 from cpcompile.passes.graph.graph_pass import GraphPass
 from cpcompile.passes.graph.readable import readable
 from cpcompile.passes.model.masks import constant_buffers
 from cpcompile.passes.pipeline import MODEL
 from cpcompile.ranks import layout_marks
+from cpcompile.reporting.graph_report import GraphReport, recording
 from tests.golden.golden_text import (
     bare_calls,
     difference,
@@ -191,6 +193,38 @@ def capture(
             raise error.inner_exception from None
     (captured,) = captures
     return captured
+
+
+@dataclass(frozen=True)
+class Local:
+    """The joint graph of one rank, and what was reported of it."""
+
+    text: str
+    report: GraphReport
+
+    def lines(self, *words: str) -> str:
+        """The lines in which one of `words` occurs."""
+        return lines_with(self.text, *words)
+
+
+def localised(
+    fn: Callable[..., Any], *args: Any, after: str = "localise", **given: Any
+) -> Local:
+    """The graph of this rank of fn(*args), forward and backward, after a pass.
+
+    Other keywords are options or settings.
+    """
+    texts: list[str] = []
+
+    def traced(graph: fx.Graph, name: str) -> None:
+        if name == f"cp_{after}":
+            texts.append(readable(graph))
+
+    options, settings = split({"inner": "aot_eager", **given})
+    with mock.patch.object(pipeline, "_trace", traced), settings, recording() as found:
+        torch.compile(fn, backend="cp", fullgraph=True, options=options)(*args)
+    (text,), (report,) = texts, found
+    return Local(text, report)
 
 
 def capture_pass(name: str, fn: Callable[..., Any], *args: Any, **given: Any) -> Step:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from torch._dynamo.utils import counters
 
-from cpcompile import config, refusals
+from cpcompile import refusals
 from tests.golden.capture import shared_groups
 from tests.golden.meshes import mesh, mesh_2d  # noqa: F401  (fixtures)
 
@@ -19,13 +19,6 @@ def no_mistakes() -> Iterator[None]:
     counters["cpcompile"][refusals.COUNTER] = 0
     yield
     assert counters["cpcompile"][refusals.COUNTER] == 0, "a mistake had a fallback"
-
-
-@pytest.fixture(autouse=True)
-def graph_of_the_model() -> Iterator[None]:
-    """Tests of the joint graph ask for it."""
-    with config.patch({"graph": "model"}):
-        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

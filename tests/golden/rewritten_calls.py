@@ -13,12 +13,11 @@ from torch import Tensor
 
 from cpcompile.passes.graph.context import Findings
 from cpcompile.passes.model.attention.find_attention import find_attention
-from cpcompile.passes.model.normalize.align_operands import align_operands
 from cpcompile.passes.model.normalize.fold_kv_repeat import fold_kv_repeat
 from tests.golden.golden_text import golden_text
 from tests.support.bounds import assert_close
 
-READERS = (align_operands, find_attention, fold_kv_repeat)
+READERS = (find_attention, fold_kv_repeat)
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,9 @@ def traced(
 
 @contextmanager
 def kept_graphs() -> Iterator[tuple[list[fx.Graph], Callable[..., Any]]]:
-    """The graphs that AOTAutograd makes, forward first, and a backend that keeps them.
+    """The graphs that a compiler gets, forward first, and a backend that keeps them.
 
-    It takes the place of "aot_eager" behind backend="cp".
+    Those that backend="cp" hands to "aot_eager" are kept, too.
     """
     graphs: list[fx.Graph] = []
 
@@ -75,11 +75,8 @@ def kept_graphs() -> Iterator[tuple[list[fx.Graph], Callable[..., Any]]]:
         graphs.append(gm.graph)
         return make_boxed_func(gm.forward)
 
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    with mock.patch.object(
-        inner_compilers, "_aot_eager", lambda gm, inputs, *_: backend(gm, inputs)
-    ):
-        yield graphs, backend
+    with mock.patch.object(inner_compilers, "boxed_nop", keep):
+        yield graphs, aot_autograd(fw_compiler=keep, bw_compiler=keep)
 
 
 def name_operands(graph: fx.Graph) -> None:

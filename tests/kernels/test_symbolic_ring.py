@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile import config
 from cpcompile.compile.overlap import check_overlap
 from cpcompile.torch_patches import symbolic_tracing
 from tests.kernels.generated_code import generated_code
@@ -46,9 +45,7 @@ def code_of_rank(rank, ranks, causal, guards, **asked):
         return guards[-1]
 
     original = symbolic_tracing.guards_on
-    # Behind AOTAutograd the tokens of a rank are inputs, which are no sizes of others.
-    model = config.patch({"graph": "model"})
-    with mock.patch.object(symbolic_tracing, "guards_on", remember), model:
+    with mock.patch.object(symbolic_tracing, "guards_on", remember):
         return generated_code(
             lambda x: attend(x, causal),
             functools.partial(make_input, seq=64 * ranks),

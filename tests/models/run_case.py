@@ -70,7 +70,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
     start = time.monotonic()
     with warnings_of() as warnings, recording() as reports:
         try:
-            how = {"hardware": "cpu", "graph": setting.graph}
+            how = {"hardware": "cpu"}
             with cp.config.patch(agreement_timeout_seconds=30.0, **how):
                 values = run_steps(case, setting, model, step, dtype)
         except Exception as error:  # whatever a model can make torch raise

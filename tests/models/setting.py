@@ -45,7 +45,6 @@ class Setting:
     strict: bool = True
     mixers: str = "auto"
     double: bool = False
-    graph: str = "model"
 
     def options(self) -> dict[str, Any]:
         """Options of the backend, but for mesh and shard."""

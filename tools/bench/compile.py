@@ -8,14 +8,12 @@ compiles one addition, so that imports and Inductor's look at the compiler count
 neither backend. backend="cp" compiles for rank 0 of 8 on a fake process group, which
 runs the graph without communication, in layout zigzag; once as it is by default, with
 blocks that repeat compiled once, and once with each compiled ("separate"). Results go
-to docs/results/bench_compile.*. With --graphs backend="cp" is timed once for each graph
-that is sharded, as a ring in the contiguous layout, in turns, and results are printed.
+to docs/results/bench_compile.*.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import resource
@@ -42,7 +40,6 @@ from tools.results import RESULTS, markdown_table, setup, setup_text, write_repo
 RANKS = 8
 WIDTH, HEADS, TOKENS = 64, 4, 256
 BACKENDS = ("inductor", "cp", "separate")
-GRAPHS = ("joint", "model")
 PHASES = ("Dynamo", "passes", "joint graph", "its passes", "partitioner")
 PHASES += ("Inductor", "g++", "rest", "total")
 Seconds = dict[str, float]
@@ -52,21 +49,12 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48])
     parser.add_argument("--reps", type=int, default=2, help="fresh processes each")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
-    parser.add_argument("--graphs", action="store_true", help="cp.config.graph")
-    parser.add_argument("--child", choices=(*BACKENDS, *GRAPHS), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if min(*given.layers, given.reps, 1) < 1:
         parser.error("--layers and --reps: needed 1 or more")
     if given.child is not None:
         print(json.dumps(compile_once(given.child, given.layers[0])))
-        return
-    if given.graphs:
-        for layers, _, graph in itertools.product(
-            given.layers, range(given.reps), GRAPHS
-        ):
-            with tempfile.TemporaryDirectory() as cache:
-                seconds = in_fresh_process(graph, layers, cache)
-            print(f"{layers} layers, {graph}: {seconds}", flush=True)
         return
     about = setup(
         model=f"width {WIDTH}, {HEADS} heads, {TOKENS} tokens, float32",
@@ -134,9 +122,6 @@ def compile_once(backend: str, layers: int) -> Seconds:
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
         options = {"mesh": mesh, "shard": {"tokens": 1}, "layout": "zigzag"}
         config.fold_repeated_blocks = backend != "separate"
-    if backend in GRAPHS:
-        config.graph = backend
-        options |= {"layout": "contiguous", "strategy": "ring"}
     name = "inductor" if backend == "inductor" else "cp"
     compiled = torch.compile(model, backend=name, options=options)
     compilation_time_metrics.clear()
@@ -150,9 +135,7 @@ def compile_once(backend: str, layers: int) -> Seconds:
     passes = sum(run.seconds for report in reports for run in report.passes)
     assert (name == "cp") == (len(reports) == 1), f"{backend}: {len(reports)} graphs"
     folds = any(report.folded for report in reports)
-    assert folds == (backend in ("cp", *GRAPHS)), (
-        f"{backend}: blocks are folded: {folds}"
-    )
+    assert folds == (backend == "cp"), f"{backend}: blocks are folded: {folds}"
     return phases(total, passes, gxx)
 
 

@@ -6,8 +6,8 @@ step of each, and a forward in eval mode after it, are compared with one process
 cases of the table of compatibility are; see tests/models/families/automatic.py for how
 configurations are made. What torch alone cannot run or compile is told apart. Prints a
 line per family as it goes; --write records each at once, so that a run that is cut off
-goes on with the families that have no record (--again runs all). With --graph joint it
-shards that graph, has a record of its own, and says where it differs from the other.
+goes on with the families that have no record (--again runs all, and says where they
+differ from it).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from dataclasses import replace as replaced
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,12 +76,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=None, help="for all of them")
     parser.add_argument("--again", action="store_true", help="what has a record, too")
     parser.add_argument("--write", action="store_true", help="write docs/")
-    parser.add_argument("--graph", choices=["model", "joint"], default="model")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    graph = options.graph
     known = {row["case"]: row for row in record().get("runs", ())}
-    rows = {row["case"]: row for row in record(graph).get("runs", ())}
+    rows = dict(known)
     names = [
         f"{PREFIX}{kind}/{family}"
         for kind in options.kinds
@@ -98,15 +95,14 @@ def main(arguments: list[str]) -> int:
         for number, name in enumerate(names, 1):
             if options.minutes and time.monotonic() - started > 60 * options.minutes:
                 break
-            row = rows[name] = tried(pools, name, options.seconds, graph)
+            row = rows[name] = tried(pools, name, options.seconds)
             if row["verdict"] != NO_CONFIGURATION:
                 row[DIVIDED] = library_divides(name)
             found.append(row)
             _show(number, len(names), row)
-            if graph != "model":
-                _compare(row, known.get(name))
+            _compare(row, known.get(name))
             if options.write:
-                write(rows, about, graph)
+                write(rows, about)
             if number % _EVERY == 0:
                 pools.close()
     finally:
@@ -132,15 +128,13 @@ def _version(library: str) -> str | None:
         return None
 
 
-def tried(
-    pools: Pools, name: str, seconds: float, graph: str = "model"
-) -> dict[str, Any]:
+def tried(pools: Pools, name: str, seconds: float) -> dict[str, Any]:
     """Run one family; return what came of it, as the record has it."""
     try:
         automatic_case(name)
     except NoConfigurationError as error:
         return {"case": name, "verdict": NO_CONFIGURATION, "text": short(str(error))}
-    setting = Setting(mode=Mode.BOTH, annotated=False, graph=graph)
+    setting = Setting(mode=Mode.BOTH, annotated=False)
     try:
         reference(name, Setting(mode=setting.mode))
     except Exception as error:  # whatever a model raises on one process
@@ -201,7 +195,7 @@ def _show(number: int, total: int, row: dict[str, Any]) -> None:
 
 
 def _compare(row: dict[str, Any], known: dict[str, Any] | None) -> None:
-    """Print where a row differs from that of the other graph."""
+    """Print where a row differs from that of the record."""
     if known is None:
         return
     said = []
@@ -218,28 +212,19 @@ def _compare(row: dict[str, Any], known: dict[str, Any] | None) -> None:
         print(f"          differs: {'; '.join(said)}", flush=True)
 
 
-def _path(graph: str) -> Path:
-    return RECORD if graph == "model" else RECORD.with_stem(f"{RECORD.stem}_{graph}")
-
-
-def record(graph: str = "model") -> dict[str, Any]:
+def record() -> dict[str, Any]:
     """Read what was recorded; return {} before the first run."""
-    path = _path(graph)
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    known: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     return known
 
 
-def write(
-    rows: dict[str, dict[str, Any]], about: dict[str, Any], graph: str = "model"
-) -> None:
-    """Write the record and, of the model's graph, the page."""
+def write(rows: dict[str, dict[str, Any]], about: dict[str, Any]) -> None:
+    """Write the record and the page."""
     note_load(about)
     runs = [rows[name] for name in sorted(rows)]
     lines = ",\n  ".join(json.dumps(row) for row in runs)
     text = f'{{"setup": {json.dumps(about)},\n "runs": [\n  {lines}\n ]}}\n'
-    replace(_path(graph), text)
-    if graph != "model":
-        return
+    replace(RECORD, text)
     replace(PAGE, markdown({"setup": about, "runs": runs}))
     first, rest = README.read_text().split(_TABLE)
     last = rest[rest.index(_END) :]

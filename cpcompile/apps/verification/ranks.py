@@ -185,7 +185,7 @@ def _values(results: list[Any]) -> list[Any]:
     if raised:
         first = next((x for x in raised if x.is_cause), raised[0])
         kind = getattr(errors, first.kind, None)
-        if kind is not None and kind is not errors.TraceError:
+        if kind is not None:
             raise kind(first.text)
         raise RuntimeError(f"{first.kind}: {first.text}")
     return results

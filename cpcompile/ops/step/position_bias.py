@@ -125,15 +125,6 @@ def add_bias_gradient(
     place.add_(ds_BHRK.sum_to_size(place.shape))
 
 
-def as_bias_gradient(
-    total: Tensor, bias: Tensor | PositionBias | ScoreMod | None
-) -> Tensor:
-    """Return the sum in the dtype of the bias."""
-    if bias is None or isinstance(bias, Tensor):
-        return total
-    return total.to(bias.table.dtype)
-
-
 def new_bias_gradient(q: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
     """Make a tensor for dbias, without elements where none is wanted."""
     if bias is None or not wanted:

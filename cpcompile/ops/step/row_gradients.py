@@ -32,7 +32,6 @@ from cpcompile.ops.step.math_attention import (
 )
 from cpcompile.ops.step.position_bias import (
     add_bias_gradient,
-    as_bias_gradient,
     zero_bias_gradient,
 )
 from cpcompile.ops.step.row_mask import MASK_ELEMENTS
@@ -108,11 +107,6 @@ class RowGradients:
             part = self._of_lost(block, keys_of(k, block), keys_of(v, block))
             self._add(block, part, dk, dv)
         return dk, dv
-
-    @property
-    def whole_dbias(self) -> Tensor:
-        """The gradient of the bias when all chunks are done, in its dtype."""
-        return as_bias_gradient(self.dbias, self.bias)
 
     def _by_kernels(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         templates = self.work.templates

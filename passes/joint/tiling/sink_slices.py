@@ -41,18 +41,19 @@ _CUTS = (aten.index_select.default, aten.slice.Tensor)
 
 @dataclass(frozen=True)
 class _Cut:
-    """A call that takes `count` of the `tokens` of a value along dimension `dim`."""
+    """A call that takes `count` of the `tokens` of a value along dimension `dim`.
 
+    reader: the call that reads the value; node: its result. which: what takes the same
+    of other values, and the tokens that it takes: an index, or start and end.
+    """
+
+    reader: fx.Node
     node: fx.Node
     value: fx.Node
     dim: int
     tokens: int
     count: int
-
-    @property
-    def which(self) -> tuple[Any, ...]:
-        """Tokens that the cut takes: an index, or start and end."""
-        return (self.node.target, *self.node.args[2:])
+    which: tuple[Any, ...]
 
 
 @graph_pass()
@@ -69,7 +70,7 @@ def sink(graph: fx.Graph, least: int) -> int:
         (cut.value, cut.dim, cut.which): cut.count for cut in all_cuts
     }.items():
         read[value, dim] += count
-    cuts = [cut for cut in all_cuts if 2 * read[cut.value, cut.dim] <= cut.tokens]
+    cuts = [x for x in all_cuts if read[x.value, x.dim] <= -(-x.tokens // 2)]
     cones = {cut: _cone(cut) for cut in cuts}
     moved = _only_for_cuts(cuts, cones)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -93,18 +94,29 @@ def _cut(node: fx.Node, least: int) -> _Cut | None:
 
     The value is one that the graph makes, of `least` bytes or more.
     """
-    if node.op != "call_function" or node.target not in _CUTS or node.kwargs:
+    args: tuple[Any, ...] = node.args
+    reader, which = node, (node.target, *args[2:])
+    if node.target is aten.split.Tensor and len(node.users) == 1:
+        (node,) = node.users
+        size, dim = reader.args[1], (*reader.args, 0)[2]
+        if not isinstance(size, int):
+            return None  # a symbol
+        first = node.args[1] * size  # type: ignore[operator]
+        which = (aten.slice.Tensor, first, first + value_of(node).shape[dim])
+        args = (reader.args[0], dim, *which[1:])
+    elif node.op != "call_function" or node.target not in _CUTS:
         return None
-    value, dim = node.args[:2] if len(node.args) > 1 else (None, None)
+    if reader.kwargs or not 2 < len(args) < 5:  # with steps, or of all tokens
+        return None
+    value, dim = args[:2]
     if not isinstance(value, fx.Node) or not isinstance(dim, int):
         return None
     if value.op != "call_function" or bytes_of(value) < least or not bytes_of(node):
         return None
-    if len(node.args) > 4:  # a slice with steps
-        return None
     shape = value_of(value).shape
     dim %= len(shape)
-    return _Cut(node, value, dim, shape[dim], value_of(node).shape[dim])
+    count = value_of(node).shape[dim]
+    return _Cut(reader, node, value, dim, shape[dim], count, which)
 
 
 def _cone(cut: _Cut) -> dict[fx.Node, TokenAxis]:
@@ -129,7 +141,7 @@ def _only_for_cuts(
     """Return the calls of the cones that nothing reads but each other and cuts."""
     moved = {x for cone in cones.values() for x in cone}
     moved -= {x for a in cones.values() for b in cones.values() for x in _differ(a, b)}
-    cutting = {cut.node: cut.value for cut in cuts}
+    cutting = {cut.reader: cut.value for cut in cuts}
     waiting = list(moved)
     while waiting:
         node = waiting.pop()
@@ -165,8 +177,9 @@ def _move(
             operands = {x: x for x in node.all_input_nodes}
             for x, axis in axes.items():
                 if (x, cut.which) not in copies:
-                    args = (x, axis.dim, *cut.node.args[2:])
-                    copies[x, cut.which] = copied(graph, cut.node.target, args, {})
+                    target, *tokens = cut.which
+                    args = (x, axis.dim, *tokens)
+                    copies[x, cut.which] = copied(graph, target, args, {})
                 operands[x] = copies[x, cut.which]
             copies[node, cut.which] = for_tokens(
                 graph, node, operands, moved_axes[node], cut.count

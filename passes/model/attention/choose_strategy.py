@@ -5,7 +5,7 @@
 Sizes are global, and the time is that of the slowest rank, with the backward if there
 is one. Each call has its own plan; one of a symbolic length is guarded by the interval
 of lengths in which it stays the best (strategy_guard). Calls that are causal or have a
-mask are planned in a balanced layout too, as if it were free: lay_out_tokens finds what
+mask are planned in a balanced layout too, as if it were free: order_tokens finds what
 it costs. Raises RewriteError if a forced strategy is excluded, or no candidate fits the
 memory budget.
 """
@@ -56,7 +56,7 @@ _SYMBOLIC = "a length that is a symbol is contiguous or zigzag"
 def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
     """Fill `findings.plans`; returns the number of calls that got a plan.
 
-    Balanced layouts are taken as free here; lay_out_tokens finds out what they cost.
+    Balanced layouts are taken as free here; order_tokens finds out what they cost.
 
     Raises: RewriteError if no strategy is possible, or not the one that is forced.
     """

@@ -7,15 +7,14 @@ Calls inside activation-checkpoint regions are found as well. `inline_attention_
 runs before, so that calls inside of multi_head_attention_forward are visible here.
 
 A call that is `unsupported` (a mask together with is_causal=True, dropout of 1, heads
-that cannot be grouped, a transform of torch.func around it) has its tokens sharded up
-to there; then it raises, or is gathered if not strict. One that is `already_local` is
-right as it is: it is sharded on heads or batch alone.
+that cannot be grouped, a transform of torch.func around it) raises where its tokens are
+shared out (refuse_attention), or is gathered if not strict. One that is `already_local`
+is right as it is: it is sharded on heads or batch alone.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
@@ -166,10 +165,3 @@ def already_local(node: fx.Node) -> str | None:
         return None
     placements = ", ".join(placements_text(x) for x in operands)
     return f"q, k, v have placements {placements}, and none is split on the sequence"
-
-
-def unrewritten(call: AttentionCall, operands: tuple[Any, ...]) -> str:
-    """Return the message for a call that is still there on a sharded sequence."""
-    placements = ", ".join(placements_text(x) for x in operands)
-    reason = call.unsupported or f"its operands have placements {placements}"
-    return f"attention at {call.path} (node {call.node.name}): {reason}"

@@ -11,8 +11,8 @@
         q, k, v, [key_ranges], [Sq, Sk], "scale=0.125 +key_ranges", group
     )
 
-The operator has the meaning of the call on the *global* tensors. Its DTensor rule and
-shard_graph see to it that q, k and v lie sharded over the ranks.
+The operator has the meaning of the call on the *global* tensors. By its DTensor rule
+`localise` has q, k and v sharded over the ranks.
 """
 
 from __future__ import annotations
@@ -29,23 +29,19 @@ from torch import Tensor
 import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.cost.plans import Plan, Strategy
 from cpcompile.cost.strategies import STRATEGIES
-from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.ops.attention_spec import MASK_FIELDS, AttentionSpec
 from cpcompile.ops.step.dropout import SEED_LIMIT
 from cpcompile.torch_private.operators import OpOverload
 
-from ...graph.calls import canonical_call, set_argument
 from ...graph.context import AttentionCall, Context
 from ...graph.cp_attention import (
     CALL,
     OPERATORS,
     PLAN,
     dtype_in_call,
-    operands_of,
     part_of,
     result_of,
-    spec_of,
 )
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import fake_value, insert_call
@@ -70,32 +66,6 @@ def insert_attention(graph: fx.Graph, ctx: Context) -> int:
         results[call.node] = _replace(call, plan, ctx, results)
     erase_masks(graph, ctx.findings.mask_sources)
     return len(ctx.findings.plans)
-
-
-def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
-    """Replace an operator by that of another plan; returns the new one."""
-    spec = replace(
-        spec_of(node),
-        layout=Layout.CONTIGUOUS,
-        head_groups=plan.chosen.head_groups,
-    )
-    arguments = canonical_call(node).arguments  # as shard_graph has placed them
-    operands = (*operands_of(node), arguments["extras"], arguments["sizes"], str(spec))
-    value, _ = fake_value(node)
-    with node.graph.inserting_before(node):
-        new = _insert(node.meta[CALL], plan, ctx, operands, value, like=node)
-    for number in (0, 1):
-        old, by = part_of(node, number), part_of(new, number)
-        if old is not None and by is not None:
-            old.replace_all_uses_with(by)
-            node.graph.erase_node(old)
-    node.graph.erase_node(node)
-    return new
-
-
-def set_layout(node: fx.Node, layout: Layout) -> None:
-    """Tell an operator in which layout its operands are."""
-    set_argument(node, "spec", str(replace(spec_of(node), layout=layout)))
 
 
 def _replace(

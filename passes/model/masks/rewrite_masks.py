@@ -62,7 +62,6 @@ from .analysis.mask_writer import MaskWriter
 from .any_length.rewrite_any_length import AnyLengthWriter, at_longest
 from .erase_masks import drop_mask, erase_masks
 from .unread_masks import may_be_row_parallel, unread_mask
-from .unread_rows import UnreadRows
 from .write_masks import fits, meanings, write, write_causal_limits
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,6 @@ _Sizes = tuple[int, int, int]  # the batch, queries, and keys
         "calls",
         "masks",
         "read_by_value",
-        "mask_rows",
         "mask_sources",
     )
 )
@@ -95,7 +93,6 @@ def rewrite_masks(graph: fx.Graph, ctx: Context) -> int:
     finder = _Finder(graph, ctx)
     for call in calls:
         ctx.findings.calls[ctx.findings.calls.index(call)] = finder.find(call)
-    finder.cut_unread()  # when all are read: it writes into what several share
     ctx.findings.mask_sources = finder.sources
     erase_masks(graph, finder.sources)
     return len(finder.readings)
@@ -287,7 +284,6 @@ class _Finder:
             except Unreadable:
                 writer.undo()
                 raise
-        self.ctx.findings.mask_rows |= pairs.rows
         return mask
 
     def _rows_of(self, call: AttentionCall) -> RowsOf | None:
@@ -317,17 +313,6 @@ class _Finder:
     def _unread(self, call: AttentionCall, problem: str) -> AttentionCall:
         """Keep a mask as a bias of pairs, see Note [Masks that cannot be read]."""
         return self._masked(call, unread_mask(call, self.ctx, problem, self.outer))
-
-    def cut_unread(self) -> None:
-        """Cut what computes masks that were not read into rows of queries.
-
-        Small ones that no sharded value is part of are left whole.
-        """
-        rows = UnreadRows(self.flows, self.outer)
-        for call, mask in self.ctx.findings.masks.items():
-            unread = mask.unread
-            if unread is not None and (unread.is_large or not unread.is_whole):
-                self.ctx.findings.mask_rows |= rows.find(call)
 
 
 def _read(

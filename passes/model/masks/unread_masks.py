@@ -13,33 +13,26 @@ indexer are sharded along its queries, and so are topk and scatter of them. The 
 of the call cuts what lies whole on every rank, which sends nothing.
 
 A mask that `is_large` is computed by rows if it is plain, and every call on the way is
-proved to treat each row alike (analysis/dense_bias). Else it is whole, too, and one
-warning states its bytes. Only after shard_graph is it known whether it came out whole:
-`note_unread_masks` says so, for `cp.explain`.
+proved to treat each row alike (analysis/dense_bias). Else it is whole, too, counts as
+memory of its call, and one warning states its bytes (whole/note_masks).
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 import torch.fx as fx
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.geometry.masks import Mask, Unread
-from cpcompile.logs import warn_once
 
 from ...graph.attention_calls import is_attention
 from ...graph.calls import canonical_call
 from ...graph.context import AttentionCall, Context, InputKind
-from ...graph.cp_attention import call_of, extras_of
 from ...graph.nodes import (
-    all_nodes,
     fake_value,
     insert_call,
     sub_graph,
 )
-from ...graph.sequence_tokens import placed_sequence_dim
 from .analysis.mask_meaning import dense_text
 from .analysis.mask_program import resolve
 from .write_masks import meanings
@@ -49,7 +42,7 @@ _OF_TOKENS = (InputKind.FULL, InputKind.DTENSOR, InputKind.KEPT)
 
 
 def is_large(size: int, call: AttentionCall, ctx: Context) -> bool:
-    """Tell whether a mask of `size` bytes is too large to be whole without a warning.
+    """Tell whether a mask of `size` bytes is too large to be whole on every rank.
 
     The limit is a share of what a rank holds of q, k, v and the result, and at least
     LEAST_LIMIT.
@@ -132,7 +125,7 @@ def _as_bias(call: AttentionCall) -> fx.Node:
 
 
 def follows_tokens(mask: fx.Node, ctx: Context, outer: dict[fx.Node, fx.Node]) -> bool:
-    """Tell whether a mask is seen to be computed from values that shard_graph shards.
+    """Tell whether a mask is seen to be computed from values that are sharded.
 
     These are floats of inputs that have tokens, embeddings, and results of attention or
     of checkpoint regions.
@@ -158,27 +151,3 @@ def _brings_tokens(node: fx.Node, ctx: Context) -> bool:
     if is_attention(node) or sub_graph(node) is not None:
         return True
     return floats and canonical_call(node).name == "embedding"
-
-
-def note_unread_masks(graph: fx.Graph, ctx: Context) -> None:
-    """Note how masks that could not be read came out, and warn of large ones."""
-    for node in all_nodes(graph):
-        call = call_of(node)
-        mask = None if call is None else ctx.findings.masks.get(call)
-        if call is None or mask is None or mask.unread is None:
-            continue
-        value = fake_value(extras_of(node)["bias"])
-        whole = placed_sequence_dim(value, ctx.axis) is None
-        unread = replace(mask.unread, is_whole=whole)
-        how = f"whole on every rank ({unread.bytes} bytes)" if whole else "by rows"
-        ctx.findings.masks[call] = replace(
-            mask, text=f"{mask.text}, {how}", unread=unread
-        )
-        if whole and unread.is_large:
-            warn_once(
-                f"attention at {call.path}: got an attn_mask that cannot be read as a "
-                f"function of positions ({unread.reason}), a {mask.text} of which "
-                f"every rank computes all {unread.bytes} bytes; the result is correct. "
-                "Needed one that is an input of the graph, or computed row by row from "
-                "values of the queries and of the keys"
-            )

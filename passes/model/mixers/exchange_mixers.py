@@ -12,7 +12,7 @@ minimum cut (Note [Exchanged or not]). A dimension has a part for every rank; wh
 entries read is gathered if that is cheap. A recurrence with an affine state may stay
 split along the tokens and pass on its states instead, which the cut compares.
 
-`constraint` only says where values lie: shard_graph makes it an all-to-all, and DTensor
+`constraint` only says where values lie: `localise` makes it an all-to-all, and DTensor
 decides on every call in between, so that a wrong class costs time, never a number.
 """
 

@@ -30,23 +30,31 @@ from ...graph.nodes import (
     sub_graph,
 )
 from ...graph.sequence_tokens import TokenDim, is_row_parallel_operand
-from ..moves.move_rules import RULES as MOVES
-from ..moves.window_views import windows
 from ..normalize.pad_convolutions import CONVOLUTIONS, convolved, reach_along
 from ..sharding.dim_flows import dim_flows, part_written, token_operands
 from ..sharding.rows_before import OF_POSITIONS
-from ..sharding.sharding_rules import RULES
 from .dim_group import CREATIONS, DimGroup, linked_values
+
+_MOVES = (
+    "cat", "chunk", "diff", "flip", "gather", "getitem", "index_select", "narrow",
+    "pad", "roll", "select", "split", "split_with_sizes", "tensor_split",
+)  # fmt: skip
+"""Calls that move tokens, or pick few."""
 
 _ANYWHERE = (
     "mean", "expand_as", "logsigmoid", "log_sigmoid", "prelu", *CONVOLUTIONS,
 )  # fmt: skip
-"""Calls whose rules of ours look where their operand is split."""
+"""Calls that ranks share out wherever their operand is split."""
 
-_AS_FLOW_SAYS = (
-    "view", "reshape", "flatten", "unflatten", "cat", "matmul", "linear", "mm", "addmm",
+_OF_TOKENS = (
+    *(*_ANYWHERE, *OF_POSITIONS),
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy",
+    "dropout", "embedding", "huber_loss", "index_add", "index_copy", "index_fill",
+    "index_put", "kl_div", "l1_loss", "mse_loss", "nll_loss", "poisson_nll_loss",
+    "repeat", "scatter", "scatter_add", "sgn", "smooth_l1_loss", "soft_margin_loss",
+    "take", "unfold",
 )  # fmt: skip
-"""Calls whose rules of ours only do what flow says in a better way."""
+"""Calls that ranks share out by tokens, whatever flow says."""
 
 FARTHEST = 256
 """So many calls ahead of a value are asked what they bring together."""
@@ -352,13 +360,27 @@ def dim_size(node: fx.Node, dim: TokenDim) -> int:
     return expected_shape(fake_value(node))[dim.dim]
 
 
+def windows(before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
+    """Return how many tokens a window has if a view cuts dimension `dim` into such.
+
+    The windows are dimension `dim` of the result, and what is in one of them is behind
+    it, in whatever shape. None for any other view.
+    """
+    if list(before[:dim]) != list(after[:dim]) or len(after) <= dim + 1:
+        return None
+    if not after[dim] or before[dim] % after[dim]:
+        return None
+    size = before[dim] // after[dim]
+    return size if size > 1 else None
+
+
 def moves_little(node: fx.Node) -> bool:
     """Tell whether a call that brings tokens together moves few, or picks few."""
     if node.target is operator.getitem:
         source: Any = node.args[0]
         if not isinstance(fake_value(source), Tensor):  # one of several results
             return moves_little(source)
-    return spelled(node) == "setitem" or spelled(node) in MOVES
+    return spelled(node) == "setitem" or spelled(node) in _MOVES
 
 
 def stays_on_tokens(node: fx.Node) -> bool:
@@ -376,11 +398,10 @@ def computes(node: fx.Node) -> bool:
 
 
 def _knows_tokens(node: fx.Node) -> bool:
-    """Tell whether a rule of ours splits a call along tokens, whatever flow says."""
+    """Tell whether ranks share out a call by tokens, whatever flow says."""
     if is_attention(node) or is_cp_attention(node) or is_row_parallel_operand(node):
         return True
-    name = canonical_call(node).name
-    return name in RULES and name not in _AS_FLOW_SAYS
+    return canonical_call(node).name in _OF_TOKENS
 
 
 def _written_memory(writes: Iterable[fx.Node]) -> set[int | None]:

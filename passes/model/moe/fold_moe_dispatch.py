@@ -10,7 +10,8 @@
     out = getitem(cp_row_parallel, 0)
 
 This is the dispatch of a mixture of experts. The call means the same on all tokens and
-on the tokens of each rank. shard_graph runs it on the latter, and nothing is sent.
+on the tokens of each rank. Ranks run it on the latter (whole/row_programs), and nothing
+is sent.
 Counts of tokens per expert that are read elsewhere, for an auxiliary loss, are summed
 over the ranks.
 

@@ -59,19 +59,6 @@ _SIZES = {
 }  # fmt: skip
 
 
-def one_call(node: fx.Node, rows_of: dict[fx.Node, bool]) -> fx.GraphModule:
-    """Write module(rows, *rows_of) -> what a call gives.
-
-    Its results have as many rows.
-    """
-    graph = fx.Graph()
-    rows = graph.placeholder("rows")
-    inner = {x: _input(graph, x) for x in rows_of}
-    (first, *_) = pytree.tree_leaves(fake_value(node))
-    graph.output(_copied(node, inner, rows, 1, first.shape[0]))
-    return fx.GraphModule({}, graph)
-
-
 def _copied(
     node: fx.Node,
     inner: dict[fx.Node, fx.Node],

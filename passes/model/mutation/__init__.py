@@ -1,1 +1,1 @@
-"""Rewrite writes into tensors, so that they are right on sharded ones."""
+"""Rewrite writes into tensors as calls, so that passes see who reads what."""

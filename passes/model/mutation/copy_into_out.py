@@ -6,9 +6,8 @@
     u = buffer.copy_(normalize)
 
 Autograd records no call that has `out=`, so that no gradient is lost or made. Left
-alone, and refused later on sharded values: several results, results of another size
-than the memory, which torch would resize, and operators of others, whose `out` may be
-any argument.
+alone: several results, results of another size than the memory, which torch would
+resize, and operators of others, whose `out` may be any argument.
 """
 
 from __future__ import annotations

@@ -5,20 +5,19 @@
     y = relu(x); first = y[:, :4]; clone = first.clone(); clone.add_(1)
     written = cp_write(y, clone, getitem); z = written * 2
 
-A write that only its own tensor sees stays: `shard_graph` makes it functional. Where
+A write that only its own tensor sees stays: AOTAutograd makes it functional. Where
 another name of the memory is read later, the write goes to a copy, the tensor that owns
 the memory is made anew with the copy in its place, and later readers of its views read
 the same views of the new one. Memory of arguments stays as it is: the caller sees what
-is written there. Values that are not floating-point numbers are not sharded, so that
-writes to them need not be seen. Bodies of an autograd.Function that write are traced
-into calls that do not (functions/function_bodies), and results of `out=` are copied
-there (copy_into_out). Never raises: shard_graph refuses what is left.
+is written there. Passes follow the tokens of floating-point numbers alone, so that
+writes to others need not be seen. Results of `out=` are copied there (copy_into_out).
+Never raises: AOTAutograd makes functional what is left.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +43,6 @@ from ...graph.nodes import (
     storage,
 )
 from ...placement.edge_gradients import as_if_written
-from ..functions.function_bodies import functionalise_bodies
 from .copy_into_out import copy_into_out
 from .local_writes import ViewStep, written
 
@@ -55,27 +53,18 @@ log = logging.getLogger(__name__)
 def functionalise_writes(graph: fx.Graph, ctx: Context) -> int:
     """Make the writes of a graph functional, also in checkpoint regions.
 
-    Returns: the number of rewritten writes, and of rewritten bodies of autograd
-    functions that wrote.
+    Returns: the number of rewritten writes.
     """
     rewritten = 0
     for subgraph in all_graphs(graph):
         rewritten += copy_into_out(subgraph, value_of_call)
-        rewritten += _Writes(subgraph).rewrite() + functionalise_bodies(subgraph)
+        rewritten += _Writes(subgraph).rewrite()
     return rewritten
 
 
 def cp_write(whole: Tensor, part: Tensor, *steps: ViewStep) -> Tensor:
     """Return `whole` with `part` where these views lead."""
     return as_if_written(whole, written(whole, part, steps))
-
-
-def steps_to_part(node: fx.Node) -> Sequence[ViewStep] | None:
-    """Return the views that lead to the part that `node` writes; else None."""
-    if node.target is not cp_write:
-        return None
-    arguments: tuple[Any, ...] = node.args
-    return [x for x in arguments if isinstance(x, ViewStep)]
 
 
 @dataclass(frozen=True)
@@ -183,7 +172,7 @@ class _Writes:
         if not floating or name.owner.op in ("placeholder", "get_attr"):
             return False
         if name.views is None:
-            return False  # shard_graph refuses it if others read what it writes
+            return False
         if not name.views:
             self.newest[name.owner] = base
         order = {node: index for index, node in enumerate(self.graph.nodes)}

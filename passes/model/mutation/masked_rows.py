@@ -15,17 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-from ...graph.new_call import NewCall
-from ...graph.nodes import fake_value
-from ...placement.decisions import Propagate
-from ...placement.graph_values import GraphValues
-from ...placement.placement_calls import cp_gather_keys, cp_place, cp_replicate
 
 
 def write_rows(
@@ -101,70 +93,3 @@ def _rows(value: Tensor, numbers: Tensor, row_ndim: int) -> Tensor:
     result = result.reshape(*numbers.shape, *rest)
     targets = list(range(dim, dim + numbers.ndim))
     return result.movedim(list(range(numbers.ndim)), targets)
-
-
-def placed_rows(known: GraphValues, node: fx.Node, base: Any) -> Propagate:
-    """Decide on a masked write to `base`: its operands are placed as `base` needs."""
-    arguments: tuple[Any, ...] = node.args[1:]
-    return rows_written(known, base, *arguments)
-
-
-def rows_written(
-    known: GraphValues,
-    base: fx.Node,
-    mask: fx.Node | NewCall,
-    numbers: fx.Node | NewCall | None,
-    value: Any,
-    dim: int = 0,
-    accumulate: bool = False,
-    ndim: int = 0,
-) -> Propagate:
-    """Decide on a write of rows into `base`, by a call of `write_rows`.
-
-    Every rank writes what lies in its part. ndim: of the mask and of numbers, if these
-    are calls that are yet to be written.
-    """
-    axis, ranks = known.ctx.axis, known.ctx.mesh.ndim
-    before = known.value(base)
-    placements: list[Placement] = [Replicate()] * ranks
-    if isinstance(before, DTensor):
-        placements = list(before.placements)
-    whole: fx.Node | NewCall = base
-    tokens = known.sequence_dims.get(base)
-    if tokens is not None and placements[axis].is_replicate():
-        placements[axis] = tokens.placement
-        whole = NewCall(cp_place, (base, known.cp_axis, tuple(placements)))
-    elif not isinstance(before, DTensor):
-        whole = NewCall(cp_replicate, (base, known.cp_axis))
-
-    def cut(x: fx.Node | NewCall | None) -> Any:
-        if x is None or not _is_whole(known.value(x)):
-            return x
-        own = fake_value(x).ndim if isinstance(x, fx.Node) else ndim
-        moved = [_moved(p, dim, own) for p in placements]
-        return NewCall(cp_place, (x, known.cp_axis, tuple(moved)))
-
-    if isinstance(value, fx.Node) and numbers is not None:
-        of_rows = known.value(value)
-        split = (
-            isinstance(of_rows, DTensor) and not of_rows.placements[axis].is_replicate()
-        )
-        value = NewCall(cp_gather_keys, (value, known.cp_axis)) if split else value
-    args = (whole, cut(mask), cut(numbers), value, dim, accumulate)
-    return Propagate(NewCall(write_rows, args))
-
-
-def _is_whole(x: Any) -> bool:
-    return not isinstance(x, DTensor) or all(p.is_replicate() for p in x.placements)
-
-
-def _moved(p: Placement, dim: int, ndim: int) -> Placement:
-    """Return the placement of a mask on one mesh axis.
-
-    p: the placement of a tensor, whose dimensions from `dim` on are those of the mask.
-    """
-    if type(p) is Shard and dim <= p.dim < dim + ndim:
-        return Shard(p.dim - dim)
-    if p.is_shard() and dim == 0 and getattr(p, "dim", ndim) < ndim:
-        return p  # flattened tokens
-    return Replicate()

@@ -15,8 +15,8 @@ are written, `x[mask] = x[mask] + value`, are not read:
     numbers = ...; write_rows_(x, mask, numbers, value, accumulate=True)
 
 The n-th True gets row n, a cumulative sum of the mask. Masks and numbers are the same
-on every rank; shard_graph cuts both as it cuts x, so that the call is the same for
-every token, in every layout. Left alone: two masks, a mask beside tensors of positions.
+on every rank, and both are cut as x is, so that the call is the same for every token,
+in every layout. Left alone: two masks, a mask beside tensors of positions.
 
 Rows that are read only to be counted, `x[mask].shape[0]`, are counted in the mask,
 which all ranks have: `mask[mask].shape[0]`.

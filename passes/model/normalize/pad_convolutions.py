@@ -4,9 +4,9 @@
       ->
     y = padded_convolution(x, weight, bias, (1,), [(3, 0)], (1,), 1)
 
-Causal models call them like this, or pad before the call. `padded_convolution` runs on
-shards, where each rank borrows the tokens beside its own: one all-to-all of kernel - 1
-tokens. In two dimensions the rows of a grid are such tokens.
+Causal models call them like this, or pad before the call. Passes that look for what
+mixes tokens read from the call which tokens it borrows, and which channels it keeps
+apart. AOTAutograd takes it apart again (whole/keep_convolutions).
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import operator
 from typing import Any
 
 import torch.fx as fx
-from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.ops.dtensor.padded_convolution import (
-    groups_of_rank,
     padded_convolution,
 )
 
@@ -27,8 +25,6 @@ from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
 from ...graph.new_call import NewCall
 from ...graph.nodes import all_nodes, fake_value, insert_call
-from ...placement.decisions import Decision, Propagate
-from ...placement.graph_values import GraphValues
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 
@@ -69,7 +65,7 @@ def independent_channels(node: fx.Node, entries: int) -> dict[fx.Node, int] | No
     return dims if bias is None else dims | {bias: 0}
 
 
-@graph_pass(writes=("shared",))
+@graph_pass()
 def pad_convolutions(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite causal convolutions; return their number. Never raises."""
     count = 0
@@ -77,31 +73,6 @@ def pad_convolutions(graph: fx.Graph, ctx: Context) -> int:
         if canonical_call(node).name in CONVOLUTIONS:
             count += _without_slices(node) or _without_pad(node)
     return count
-
-
-def convolution(known: GraphValues, node: fx.Node) -> Decision | None:
-    """Decide on a convolution whose tokens, or groups of channels, are sharded.
-
-    None if they are not, or if it does not give as many tokens as it takes.
-    """
-    call = padded_call(node)
-    value = known.value(canonical_call(node).arguments["input"])
-    if call is None or not isinstance(value, DTensor):
-        return None
-    placement = value.placements[known.ctx.axis]
-    first = value.ndim - len(call.args[3])
-    if type(placement) is not Shard:
-        return None
-    if placement.dim == first - 1:
-        results = fake_value(call.args[1]).shape[0]
-        own = groups_of_rank(value, first - 1, call.args[6], results)
-        return None if own is None else Propagate(call)
-    if placement.dim < first:
-        return None
-    i = placement.dim - first
-    stride, padding, dilation = (x[i] for x in call.args[3:6])
-    reach = dilation * (fake_value(call.args[1]).shape[2 + i] - 1)
-    return Propagate(call) if stride == 1 and sum(padding) == reach else None
 
 
 def _without_slices(node: fx.Node) -> bool:

@@ -1,1 +1,1 @@
-"""Find the placement of every value of a graph, and shard the graph."""
+"""Find where values of a graph have tokens, and decide what leaves it, and how."""

@@ -37,7 +37,7 @@ from ...placement.scan_calls import joined_operands
 from ..attention.find_attention import attention_operands
 from ..mutation.masked_rows import write_rows, write_rows_
 from ..normalize.pad_convolutions import convolved
-from .norm_rules import RULES as NORMS
+from .rows_before import NORMS
 
 _OF_TOKENS = (Wanted.OWN_ROWS, Wanted.ALL_ROWS, Wanted.KEY_SOURCE)
 

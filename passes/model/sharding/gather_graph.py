@@ -28,7 +28,7 @@ from ...graph.nodes import concrete_layout, fake_value, insert_call
 from ...placement.placement_calls import cp_from_local, cp_gather, cp_gather_tokens
 
 
-@graph_pass(writes=("outputs", "shared"))
+@graph_pass(writes=("outputs",))
 def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     """Gather the inputs of a graph that are DTensors; return their number.
 

@@ -18,50 +18,11 @@ from collections.abc import Collection
 
 import torch
 import torch.fx as fx
-from torch.distributed.tensor import DTensor, Shard
 
-from cpcompile.geometry.lengths import is_symbol
-
-from ...flow.widening_product import WidenedValue
-from ...graph.context import PARAMETERS, Context, LaterResult
+from ...graph.context import PARAMETERS, Context
 from ...graph.effects import is_in_place
-from ...placement.graph_writer import GraphWriter
-from ...placement.placement_calls import cp_replicate, cp_unreduced
 
-_ENTER_REPLICATED = (cp_replicate, cp_unreduced)
 _MOST_CALLS = 20  # that make a weight of parameters
-
-
-def later_result(
-    writer: GraphWriter, number: int, result: fx.Node, value: DTensor
-) -> tuple[fx.Node, LaterResult] | None:
-    """Return what the program returns instead of a result, and how to go on with it.
-
-    None: the program returns the result itself.
-    """
-    ctx = writer.ctx
-    if not ctx.backward or not value.requires_grad or any(map(is_symbol, value.shape)):
-        return None
-    if value.numel() * value.element_size() < ctx.later_bytes * ctx.ranks:
-        return None
-    others = [p for i, p in enumerate(value.placements) if i != ctx.axis]
-    placement = value.placements[ctx.axis]
-    if type(placement) is not Shard or not all(p.is_replicate() for p in others):
-        return None
-    if not is_read(result) or changes_autocast(result.graph):
-        return None
-    widened = WidenedValue.of(result, placement.dim, lambda x, _: not is_in_place(x))
-    if widened is None or [*widened.read.values()] != [placement.dim]:
-        return None
-    (source,) = widened.read
-    of_source = writer.value(source)
-    if not isinstance(of_source, DTensor) or of_source.placements != value.placements:
-        return None
-    program = LaterProgram(ctx, source)
-    if not program.copies(widened.calls):
-        return None
-    name = f"{result.name} {list(value.shape)}"
-    return source, LaterResult(number, program.finished(result), program.inputs, name)
 
 
 def is_read(result: fx.Node) -> bool:
@@ -130,7 +91,7 @@ class LaterProgram:
         is_ours = str(getattr(node.target, "__module__", "")).startswith("cpcompile")
         if (
             node.op not in ("call_function", "call_method")
-            or (is_ours and node.target not in _ENTER_REPLICATED)
+            or is_ours
             or is_in_place(node)
             or not node.all_input_nodes
             or len(found) > _MOST_CALLS

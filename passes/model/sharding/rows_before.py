@@ -11,10 +11,20 @@ import torch.fx as fx
 from ...flow.view_chain import follow
 from ...graph.calls import canonical_call, spelled
 from ..normalize.pad_convolutions import CONVOLUTIONS
-from .norm_rules import RULES as NORMS
-from .strided_windows import RULES as WINDOWS
 
-OF_POSITIONS = (*CONVOLUTIONS, *WINDOWS, *NORMS)
+NORMS = ("batch_norm", "group_norm", "instance_norm")
+
+OF_POSITIONS = (
+    *CONVOLUTIONS,
+    *(f"{name}{n}d" for name in ("avg_pool", "max_pool") for n in (1, 2, 3)),
+    *(
+        f"{name}{n}d"
+        for name in ("adaptive_avg_pool", "conv_transpose")
+        for n in (1, 2, 3)
+    ),
+    "interpolate",
+    *NORMS,
+)
 """Calls that make positions of those of their input, in the same dimensions."""
 
 

@@ -22,17 +22,15 @@ from typing import NamedTuple
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.geometry.layout import leaves_ranks_empty
-from cpcompile.geometry.lengths import expected, is_divided, is_symbol
+from cpcompile.geometry.lengths import expected
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...flow.flow import flows_of
 from ...flow.token_sources import token_sources
 from ...graph.nodes import fake_value, region_arguments, sub_graph
 from ...graph.sequence_tokens import SequenceDim, TokenDim
-from ...placement.graph_values import GraphValues
 from .dim_flows import dim_flows, part_written
 
 
@@ -129,24 +127,6 @@ class SequenceDims:
         size = expected(fake_value(node).shape[sequence.dim.dim])
         are_rows = size == sequence.dim.outer * sequence.tokens
         return are_rows or sequence.tokens % self.ranks == 0
-
-    def source_inputs(
-        self, node: fx.Node, sequence: SequenceDim
-    ) -> list[tuple[fx.Node, int]]:
-        """Return the graph inputs that other tokens come from, such as labels.
-
-        Each is given with its dimension of tokens.
-        """
-        before, self.found = self.found, {}
-        try:
-            self._follow([_Question(node, sequence)])
-            return [
-                (found, sequence_dims[0].dim.dim)
-                for found, sequence_dims in self.found.items()
-                if found.op == "placeholder" and found not in self._arguments
-            ]
-        finally:
-            self.found = before
 
     def origins(self, node: fx.Node, dim: int, settled: set[_Question]) -> Origins:
         """Find where the tokens in a dimension of a value come from.
@@ -253,54 +233,3 @@ def _size(node: fx.Node, dim: int) -> int:
 def _is_one_of_several(node: fx.Node) -> bool:
     source = node.args[0]
     return isinstance(source, fx.Node) and not isinstance(fake_value(source), Tensor)
-
-
-def lost_dim(known: GraphValues, node: fx.Node) -> TokenDim | None:
-    """Return the dimension along which to split a value that every rank holds, or None.
-
-    DTensor gathers the patches of cat([class_token, patches], 1), though each rank
-    could have its own tokens. Cutting costs no communication, and what follows is
-    computed once, not on every rank.
-
-    What leads to attention is split along its tokens. So is the result of a call that
-    moves tokens, such as a slice after the last attention.
-    """
-    value = known.values[node]
-    ours = value.placements if isinstance(value, DTensor) else ()
-    if known.is_joint(value):
-        ours = ours[:1]
-    if (
-        node in known.of_parameters
-        or not isinstance(value, DTensor)
-        or not value.is_floating_point()
-        or any(p.is_partial() for p in value.placements)
-        or not all(p.is_replicate() for p in ours)
-    ):
-        return None
-    dim = known.sequence_dims.get(node) or _passed_on(known, node, value)
-    if dim is None:
-        return None
-    size = value.shape[dim.dim] // dim.outer
-    if is_symbol(size) and not is_divided(size, known.ctx.ranks):
-        return None  # shards of symbolic sizes have to be equal
-    return dim
-
-
-def _passed_on(known: GraphValues, node: fx.Node, value: DTensor) -> TokenDim | None:
-    """Return the dimension to which a call moves tokens that are split on the axis."""
-    axis, ranks = known.ctx.axis, known.ctx.ranks
-    if all(user.op == "output" for user in node.users):
-        return None  # it would be gathered again at once
-    dims = {
-        flow.out
-        for flow in dim_flows(node) or ()
-        if isinstance(source_value := known.values[flow.source], DTensor)
-        and source_value.placements[axis] == Shard(flow.dim)
-    }
-    if len(dims) != 1:
-        return None
-    (dim,) = dims
-    size = value.shape[dim]
-    if is_symbol(size) or size < 2 or leaves_ranks_empty(int(size), ranks):
-        return None
-    return TokenDim(dim)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.cpu.attention_cases import compiled_on
-from tests.cpu.on_ranks import BOTH, on_ranks
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations, in_one_process
 
 TOKENS, WIDTH = 24, 8
@@ -45,7 +45,7 @@ def gradients(model: nn.Module, called: nn.Module, x: Tensor) -> dict[str, Tenso
 
 
 @pytest.mark.timeout(240)
-@on_ranks(2, timeout=200, graphs=BOTH)
+@on_ranks(2, timeout=200)
 def test_no_operand_of_a_function_is_written_into() -> None:
     """Its memory belongs to the caller, who uses it again (torch_fixes.md)."""
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from cpcompile import config
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.on_ranks import BOTH, on_ranks
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS, BATCH = 61, 32, 4, 2, 2, 2
@@ -141,7 +141,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@on_ranks(lambda case: case.ranks, timeout=180, graphs=BOTH)
+@on_ranks(lambda case: case.ranks, timeout=180)
 def test_a_prompt_and_tokens(case: Case) -> None:
     """One graph for every length of prompt, and one for any number of tokens."""
     torch._dynamo.reset()

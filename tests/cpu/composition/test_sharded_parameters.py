@@ -82,14 +82,14 @@ def run(shape: tuple[int, int], tokens: int, how: str, inner: str) -> list[Devia
 @pytest.mark.parametrize(
     ("how", "shape", "tokens", "inner"),
     [
-        ("whole, joint", (2, 2), 18, "aot_eager"),
+        ("whole", (2, 2), 18, "aot_eager"),
         ("whole", (2, 2), 16, "inductor"),
         ("whole, kept", (2, 2), 16, "aot_eager"),
-        ("whole, joint, tied", (2, 2), 16, "aot_eager"),
+        ("whole, tied", (2, 2), 16, "aot_eager"),
         ("whole, accumulated", (2, 2), 17, "aot_eager"),
-        ("whole, joint, checkpointed", (2, 2), 16, "aot_eager"),
+        ("whole, checkpointed", (2, 2), 16, "aot_eager"),
         ("whole, checkpointed", (1, 4), 16, "inductor"),
-        ("whole, joint, cp alone", (1, 4), 17, "aot_eager"),
+        ("whole, cp alone", (1, 4), 17, "aot_eager"),
         ("blocks", (2, 2), 16, "aot_eager"),
         ("blocks, checkpointed", (2, 2), 18, "aot_eager"),
         ("eager", (2, 2), 16, "aot_eager"),
@@ -97,8 +97,7 @@ def run(shape: tuple[int, int], tokens: int, how: str, inner: str) -> list[Devia
 )
 @on_ranks(4, timeout=280)
 def test_training(how, shape, tokens, inner) -> None:
-    with cp.config.patch(graph="joint" if "joint" in how else "model"):
-        check(run(shape, tokens, how, inner))
+    check(run(shape, tokens, how, inner))
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])

@@ -41,7 +41,7 @@ from tests.cpu.composition.training import (
     shard_blocks,
     train,
 )
-from tests.cpu.on_ranks import BOTH, on_ranks
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import Deviation, check
 
 
@@ -102,24 +102,23 @@ def run(
 @pytest.mark.parametrize(
     ("sharded", "how", "shape", "tokens", "inner"),
     [
-        ("tokens", "whole, joint", (1, 2, 2), 18, "aot_eager"),
+        ("tokens", "whole", (1, 2, 2), 18, "aot_eager"),
         ("tokens", "whole, zigzag", (1, 2, 2), 16, "aot_eager"),
         ("tokens", "blocks, zigzag", (1, 2, 2), 16, "aot_eager"),
         ("heads", "whole, zigzag", (1, 2, 2), 17, "aot_eager"),
         ("tokens", "whole", (1, 2, 2), 16, "inductor"),
-        ("tokens", "blocks, joint", (1, 2, 2), 16, "aot_eager"),
+        ("tokens", "blocks", (1, 2, 2), 16, "aot_eager"),
         ("tokens", "checkpointed blocks", (1, 2, 2), 16, "aot_eager"),
         ("tokens", "fsdp blocks", (1, 2, 2), 16, "aot_eager"),
         ("tokens", "fsdp checkpointed blocks", (2, 2, 1), 16, "aot_eager"),
-        ("heads", "whole, joint", (1, 2, 2), 17, "aot_eager"),
+        ("heads", "whole", (1, 2, 2), 17, "aot_eager"),
         ("heads", "whole", (1, 2, 2), 16, "inductor"),
-        ("heads", "whole, joint", (1, 1, 4), 16, "aot_eager"),
+        ("heads", "whole", (1, 1, 4), 16, "aot_eager"),
     ],
 )
 @on_ranks(4, timeout=280)
 def test_training(sharded, how, shape, tokens, inner) -> None:
-    with cp.config.patch(graph="joint" if "joint" in how else "model"):
-        check(run(shape, tokens, sharded, how, inner))
+    check(run(shape, tokens, sharded, how, inner))
 
 
 def run_local(
@@ -230,7 +229,7 @@ def in_the_graphs(graphs: list[dead_collectives.Partition], mesh: DeviceMesh) ->
 
 @pytest.mark.parametrize("sharded", ["tokens", "heads"])
 @pytest.mark.parametrize("strategy", ATTENTION)
-@on_ranks(4, graphs=BOTH)
+@on_ranks(4)
 def test_what_a_step_sends(sharded, strategy) -> None:
     """What tp sends alone, what attention sends, and sums of gradients.
 

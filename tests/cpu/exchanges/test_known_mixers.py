@@ -19,7 +19,7 @@ from cpcompile.accounting.graph_account import GraphDirection, Purpose
 from cpcompile.reporting import lost_parallelism
 from tests.cpu.against_one_process import compare, compare_calls, hidden_states
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.on_ranks import BOTH, on_ranks
+from tests.cpu.on_ranks import on_ranks
 from tests.support.mixers import MIXERS
 from tests.support.scans import SCANS
 from tests.support.stand_in_kernels import stand_ins
@@ -318,7 +318,7 @@ def test_a_mixer_beside_attention_in_a_balanced_layout(name, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["exchange", "states"])
-@on_ranks(2, graphs=BOTH)
+@on_ranks(2)
 def test_inductor_runs_a_kernel(strategy):
     comparison, count = run("DeltaRule", 2, strategy, 1, 16, inner="inductor")
     comparison.check()

@@ -18,7 +18,7 @@ from torch import Tensor
 from cpcompile.passes.model.masks import constant_buffers
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.on_ranks import BOTH, on_ranks
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
 from tests.support.bounds import check, deviations, step
 from tests.support.constant_masks import (
@@ -132,7 +132,7 @@ def test_a_buffer_that_goes_on_changing_is_a_bias():
 
 
 @pytest.mark.parametrize("when", ["at first", "later"])
-@on_ranks(2, graphs=BOTH)
+@on_ranks(2)
 def test_a_buffer_of_one_rank(when):
     """No rank runs a mask that another rank does not have."""
     pair = Pair(numbers(causal()), 2)

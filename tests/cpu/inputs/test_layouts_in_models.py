@@ -17,7 +17,7 @@ from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import run
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.model_cases import check_model, run_model
-from tests.cpu.on_ranks import BOTH, on_ranks
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations
 
 LAYOUTS = ("zigzag", "striped", "fold")
@@ -57,14 +57,14 @@ CASES = [
 @pytest.mark.parametrize(
     ("name", "seq", "world", "door", "layout", "options", "left"), CASES, ids=str
 )
-@on_ranks("world", timeout=240, graphs=BOTH)
+@on_ranks("world", timeout=240)
 def test_training_step(name, seq, world, door, layout, options, left):
     options = {"inner": "aot_eager", "layout": layout} | options
     run = run_model(name, seq, world, door, options)
     check_model(name, seq, run["values"], torch.distributed.get_rank())
     assert run["layouts"] == [layout] * 2
-    if left is not None:  # the joint graph gathers ids
-        left -= cp.config.graph == "joint" and door == "dtensor"
+    if left is not None:  # ids are gathered
+        left -= door == "dtensor"
         assert run["relayouts"] == [(left, 8 - left)]
 
 
@@ -112,7 +112,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize(("kinds", "seq", "world", "dropout", "left", "layout"), MIXED)
-@on_ranks("world", graphs=BOTH)
+@on_ranks("world")
 def test_around_a_call_that_mixes_tokens(kinds, seq, world, dropout, left, layout):
     torch._dynamo.reset()
     model = Mixed(kinds, dropout).double()
@@ -129,5 +129,4 @@ def test_around_a_call_that_mixes_tokens(kinds, seq, world, dropout, left, layou
     step = torch.compile(model, backend="cp", options=options)
     with recording() as reports:
         check(deviations(run(step, inputs, model), exact))
-    left += cp.config.graph == "model" and kinds != "awa"  # for what is looked up
     assert [report.relayouts_left for report in reports] == [left]

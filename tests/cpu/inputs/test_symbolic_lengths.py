@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 
-from cpcompile import config
 from cpcompile.compile import attempts
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.passes.model.attention import choose_strategy
@@ -127,9 +126,9 @@ OTHERS = [
     Case("small_gpt", (67, 66, 41, 96), [0, 1, 2, 1], ranks=3, how=FORWARD),
     Case("small_gpt", (67, 64, 33, 90, 65), how=RING | {"layout": "zigzag"}),
 ]
-# The joint graph pads nothing: uneven lengths have one program, and even ones another.
+# Uneven lengths have one program, and even ones another.
 BALANCE = {"layout": "zigzag"}
-CONTIGUOUS = RING | {"graph": "joint", "layout": "contiguous"}
+CONTIGUOUS = RING | {"layout": "contiguous"}
 JOINT = [
     Case("small_gpt", (67, 64, 33, 90, 65), [0, 1, 0, 1, 0], how=CONTIGUOUS | BALANCE),
     Case("window", (67, 65, 33, 90, 34), [0, 0, 1, 1, 0], ranks=3, how=CONTIGUOUS),
@@ -176,8 +175,7 @@ def found_of(case: Case) -> list[tuple]:
     """Number of the program, strategy and deviations of each length."""
     how = {"door": "plain", "inner": "aot_eager", "dynamic": True} | case.how
     first = (how.pop(name) for name in ("door", "inner", "dynamic"))
-    with config.patch(graph=how.pop("graph", "model")):
-        return run(case.model, *first, case.lengths, case.marked, **how)
+    return run(case.model, *first, case.lengths, case.marked, **how)
 
 
 def check(found: list[tuple], programs: Sequence[int] = ()) -> None:

@@ -13,7 +13,7 @@ import cpcompile as cp
 from cpcompile import config
 from cpcompile.accounting.graph_account import GraphDirection, Kind, Purpose
 from tests.cpu.against_one_process import compare, compare_calls, hidden_states
-from tests.cpu.on_ranks import BOTH, on_ranks
+from tests.cpu.on_ranks import on_ranks
 
 HEADS, DIM, WIDTH = 12, 8, 24
 
@@ -72,7 +72,7 @@ CASES = [
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("kv_heads", "documents", "tokens", "world", "how"), CASES)
-@on_ranks("world", timeout=200, graphs=BOTH)
+@on_ranks("world", timeout=200)
 def test_it_equals_one_process(kv_heads, documents, tokens, world, how):
     def make() -> nn.Module:
         return Layers(kv_heads, documents, again=how == "checkpoint")
@@ -117,7 +117,7 @@ def exchanged(kv_heads: int, limit: int | str) -> tuple[Sent, float]:
 
 
 @pytest.mark.parametrize("kv_heads", [12, 2])
-@on_ranks(2, graphs=BOTH)
+@on_ranks(2)
 def test_groups_send_the_same_bytes(kv_heads):
     whole, share = exchanged(kv_heads, "auto")
     some, same_share = exchanged(kv_heads, budget(kv_heads, 40, 2))

@@ -22,7 +22,7 @@ from tests.cpu.against_one_process import (
     hidden_states,
 )
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.on_ranks import BOTH, on_ranks
+from tests.cpu.on_ranks import on_ranks
 from tests.support.latent_attention import LATENT, ROPE, WIDTH, TwoLayers
 
 FLOAT64 = 8  # bytes
@@ -60,7 +60,7 @@ CASES = [
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("module", "world", "batch", "tokens", "layout", "how"), CASES)
-@on_ranks("world", timeout=200, graphs=BOTH)
+@on_ranks("world", timeout=200)
 def test_it_equals_one_process(module, world, batch, tokens, layout, how):
     def make() -> nn.Module:
         model = TwoLayers(*MODULES[module])
@@ -84,7 +84,7 @@ def test_one_program_for_many_lengths(lengths):
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])
-@on_ranks(2, graphs=BOTH)
+@on_ranks(2)
 def test_latents_are_all_that_is_sent(how):
     torch._dynamo.reset()
     batch, tokens, world = 2, 40, 2

@@ -128,7 +128,7 @@ NAMES = {str(i): list(LOSSES)[i::3] for i in range(3)} | {"l1": ["l1 weighted"]}
 # of 3 ranks none; a target from outside is an input whose gradient is needed.
 SETTINGS = {
     "uneven": (17, 2, False, {}),
-    "joint": (17, 3, False, {}),
+    "on three ranks": (17, 3, False, {}),
     "of the model": (4, 3, True, {}),
     "zigzag": (19, 2, True, {"layout": "zigzag"}),
     "inductor": (17, 2, False, {"inner": "inductor"}),
@@ -150,8 +150,7 @@ def test_losses(part, setting):
     x, target = torch.randn(2, 2, seq, WIDTH, dtype=torch.float64)
     labels = torch.randint(0, CLASSES, (2, seq))
     options = {"strategy": "ring", "layout": "contiguous"} | options
-    graph = "joint" if setting == "joint" else "model"
-    with cp.config.patch(hardware="cpu", graph=graph):
+    with cp.config.patch(hardware="cpu"):
         inputs = (x, target.requires_grad_(), labels)
         found = compare_calls(model, [inputs], world, shard={"x": 1}, **options)
     found.check()

@@ -12,7 +12,6 @@ from tests.support.bounds import check
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("graph", ["model", "joint"])
 @pytest.mark.parametrize(
     ("name", "seq", "world", "door", "inner"),
     [
@@ -30,13 +29,12 @@ from tests.support.bounds import check
         ("gpt2", 64, 2, "dtensor", "aot_eager"),
     ],
 )
-def test_training_step(pools, name, seq, world, door, inner, graph):
-    check_run(pools, name, seq, world, door, {"inner": inner, "graph": graph})
+def test_training_step(pools, name, seq, world, door, inner):
+    check_run(pools, name, seq, world, door, {"inner": inner})
 
 
-@pytest.mark.parametrize("graph", ["model", "joint"])
-def test_training_step_of_distributed_parameters(pools, graph):
-    how = {"inner": "aot_eager", "graph": graph}
+def test_training_step_of_distributed_parameters(pools):
+    how = {"inner": "aot_eager"}
     check_run(pools, "small_gpt", 64, 2, "distributed", how)
 
 
@@ -64,11 +62,10 @@ def test_forced_strategies_and_sharded_outputs(pools, strategy):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
-@pytest.mark.parametrize("graph", ["joint", "model"])
 @pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_equals_one_process(pools, name, seq, world, graph, door):
-    given = PROGRAMS[name], seq, world, door, "auto", graph
+def test_a_program_equals_one_process(pools, name, seq, world, door):
+    given = PROGRAMS[name], seq, world, door, "auto"
     runs = pools[world].run(run_program, *given, timeout=90)
     for deviations, rewritten in runs:
         check(deviations)

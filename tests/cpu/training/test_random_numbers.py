@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from tests.cpu.against_one_process import compare
-from tests.cpu.on_ranks import BOTH, on_ranks
+from tests.cpu.on_ranks import on_ranks
 
 sdpa = F.scaled_dot_product_attention
 
@@ -63,7 +63,7 @@ class AfterAttention(Transposed):
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("make", [Transposed, AfterAttention])
 @pytest.mark.parametrize("tokens", [12, 9])
-@on_ranks(2, graphs=BOTH)
+@on_ranks(2)
 def test_numbers_are_those_of_one_process(tokens, make, draw):
     compare(
         lambda: make(draw), (2, tokens, 8), 2, strategy="ring", strict=False

@@ -106,7 +106,6 @@ DISTRIBUTED = [(16, 2, "auto"), (17, 3, "contiguous")]
 # Dynamo itself may fail to add an integer to a sum that waits: it depends on what
 # DTensor remembers of other programs.
 PLAIN_ONLY = {"flags"}
-JOINT = {"norms", "deviations", "extremes", "products"}
 CASES = [(name, "plain", *each) for name in REDUCTIONS for each in PLAIN] + [
     (name, "dtensor", *each)
     for name in REDUCTIONS
@@ -118,8 +117,7 @@ CASES = [(name, "plain", *each) for name in REDUCTIONS for each in PLAIN] + [
 @pytest.mark.parametrize(("name", "door", "seq", "world", "layout"), CASES)
 @on_ranks("world")
 def test_a_reduction_equals_one_process(name, door, seq, world, layout):
-    make, in_order = functools.partial(Reduced, name), layout != "zigzag"
-    graph = "joint" if name in JOINT and door == "plain" and in_order else "model"
-    found, rewritten = run_program(make, seq, world, door, layout, graph)
+    make = functools.partial(Reduced, name)
+    found, rewritten = run_program(make, seq, world, door, layout)
     check(found)
     assert rewritten == [1]

@@ -16,7 +16,6 @@ ZIGZAG = {"strategy": "ring", "layout": "zigzag"}
 CASES = [
     *((name, *sizes, "plain", {}) for name in ROUTED for sizes in SIZES),
     *((name, 16, 2, 2, "dtensor", {}) for name in ROUTED),
-    *((name, 17, 2, 3, "plain", {"graph": "joint"}) for name in ("Routed", "IndexAdd")),
     *(
         (name, 16, 2, 2, "plain", ZIGZAG)
         for name in ("Routed", "IndexAdd", "Checkpointed", "Capacity")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cpcompile.accounting.graph_account import Kind, Purpose
 from tests.cpu.against_one_process import compare
-from tests.cpu.on_ranks import BOTH, on_ranks
+from tests.cpu.on_ranks import on_ranks
 from tests.support.sparse_attention import MODULES, WIDTH
 
 FLOAT64 = 8  # bytes
@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "world", "batch", "tokens", "how"), CASES)
-@on_ranks("world", timeout=200, graphs=BOTH)
+@on_ranks("world", timeout=200)
 def test_it_equals_one_process(name, world, batch, tokens, how):
     make = MODULES[name]
     options = {"shard": {"x": 1}} if how != "dtensor" else {}

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from cpcompile.accounting.graph_account import Kind, Purpose
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
-from tests.golden.sharding.test_times_of_tokens import Times
+from tests.golden.operands import attend
 from tests.support.bounds import check, deviations
+
+
+class Times(nn.Module):
+    """Tokens x [B, S, C] that are scaled by what their times t [B, S] say."""
+
+    def __init__(self, is_flat):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.is_flat = is_flat
+
+    def forward(self, x, t):
+        t = t.flatten() if self.is_flat else t
+        angles = t[..., None].float() * torch.arange(3.0)
+        table = torch.cat([angles.sin(), angles.cos()], -1).to(x.dtype)
+        scale = self.second(F.silu(self.first(table)))
+        return attend(x * scale.view(x.shape[0], -1, 8))
 
 
 def steps(call, model, lengths) -> dict[str, torch.Tensor]:

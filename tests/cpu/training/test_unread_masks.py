@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
+from cpcompile.passes.joint.tiling import sink_slices
 from cpcompile.passes.model.masks import unread_masks
 from tests.cpu.against_one_process import compare_calls
 from tests.cpu.on_ranks import on_ranks
@@ -189,7 +190,8 @@ def compared(
     tokens = torch.arange(2 * length).view(2, length) * 7 % 50
     pairs = torch.randn(2, 1, length, length, dtype=torch.float64).requires_grad_()
     small = cp.config.patch(whole_mask_share=0.0)
-    with small, mock.patch.object(unread_masks, "LEAST_LIMIT", least):
+    large = mock.patch.object(unread_masks, "LEAST_LIMIT", least)
+    with small, large, mock.patch.object(sink_slices, "LEAST_BYTES", least):
         calls = [(tokens, pairs)]
         found = compare_calls(model, calls, world, strategy=strategy, dynamic=False)
     found.check()

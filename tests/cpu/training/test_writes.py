@@ -12,7 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from cpcompile import config
 from tests.cpu.against_one_process import compare, compare_calls
 from tests.cpu.attention_cases import compiled_on
-from tests.cpu.on_ranks import BOTH, on_ranks
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.programs import WIDTH, attend
 from tests.support.writes import program
 
@@ -188,7 +188,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("make", PROGRAMS)
-@on_ranks(2, graphs=BOTH)
+@on_ranks(2)
 def test_programs_that_write(make):
     for tokens in PROGRAMS[make]:
         compare(make, (2, tokens, WIDTH), 2, strategy="ring").check()

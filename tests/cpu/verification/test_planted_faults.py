@@ -10,11 +10,10 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
 
 import cpcompile as cp
 from cpcompile.kernels.constants import RowLimits
-from cpcompile.passes.placement.placement_calls import cp_unreduced
 from tests.cpu.verification.models import make_inputs, make_model
 
 
@@ -57,27 +56,33 @@ def next_key_head(right):
 
 
 def mean_of_means(right):
-    def cp_loss(loss, scores, target, *rest, **options):
-        mesh = scores.device_mesh
-        local = loss(scores.to_local(), target.to_local())
-        local = local.nan_to_num() / mesh.size()
-        return DTensor.from_local(local, mesh, [Partial()], run_check=False)
+    def placed_as(x, placements):
+        if x.ndim or not x.placements[0].is_partial():
+            return right(x, placements)
+        ranks = x.device_mesh.size()
+        mean = x.to_local() * ((ranks - 1) / ranks)  # the first one has no labels
+        parts = DTensor.from_local(mean, x.device_mesh, [Partial()], run_check=False)
+        return right(parts, placements)
 
-    return cp_loss
+    return placed_as
 
 
 def gradients_not_summed(right):
-    return cp_unreduced
+    def gradient_as(x, contract, placements):
+        if not x.placements[0].is_partial():
+            return right(x, contract, placements)
+        return DTensor.from_local(
+            x.to_local(), x.device_mesh, placements, run_check=False
+        )
+
+    return gradient_as
 
 
-def positions_of_the_first_rank(right):
-    def cp_shard(x, on, dim):
-        if isinstance(x, DTensor) or x.is_floating_point() or x.ndim > 1:
-            return right(x, on, dim)
-        stale = x[: x.shape[0] // on.size]
-        return DTensor.from_local(stale, on.mesh, [Shard(0)], run_check=False)
+def positions_in_natural_order(right):
+    def in_order(x, dim, tokens):
+        return x
 
-    return cp_shard
+    return in_order
 
 
 def no_segment_ids(right):
@@ -121,24 +126,16 @@ def never_back(right):
 
 _STEPS = "ops.strategies.ring_steps"
 _RING = "ops.strategies.ring_schedule"
-_EDGES = "passes.model.sharding.graph_edges"
-_LOSSES = "passes.model.sharding.sharded_losses"
-_RULES = "passes.model.sharding.sharding_rules"
-_LOOK_UPS = "passes.model.sharding.look_up_rules"
-_VALUES = "passes.placement.graph_values"
-_WRITER = "passes.placement.graph_writer"
+_EDGES = "passes.whole.edge_values"
 
 FAULTS = {
     "causal offset": [(_RING, "RingStep.chunk", one_key_more)],
     "dKV the other way": [(_STEPS, "ring_shift", gradients_back)],
     "KV head off by one": [(_RING, "Ring.own_chunk", next_key_head)],
-    "loss averaged per rank": [(_LOSSES, "cp_loss", mean_of_means)],
-    "missing gradient sum": [
-        (module, "cp_replicate", gradients_not_summed) for module in (_EDGES, _WRITER)
-    ],
+    "loss averaged per rank": [(_EDGES, "placed_as", mean_of_means)],
+    "missing gradient sum": [(_EDGES, "gradient_as", gradients_not_summed)],
     "stale positions": [
-        (module, "cp_shard", positions_of_the_first_rank)
-        for module in (_EDGES, _RULES, _LOOK_UPS, _VALUES)
+        ("passes.whole.localise", "in_order", positions_in_natural_order)
     ],
     "dropped padding": [
         ("ops.strategies.ring_attention", "AttentionInputs.of", no_segment_ids)
@@ -165,9 +162,16 @@ WHERE = {
     ),
     "KV head off by one": AFTER_ATTENTION,
     "loss averaged per rank": ("result loss", "", "the output of head"),
-    # As the bias of head, what is added to the output is whole on every rank.
-    "missing gradient sum": ("gradient of the output", "head", "the loss step 1"),
-    "stale positions": ("output", "positions", "the output of embedding"),
+    "missing gradient sum": (
+        "gradient of parameter weight",
+        "head",
+        "the gradient of the output of head",
+    ),
+    "stale positions": (
+        "gradient of parameter weight",
+        "positions",
+        "the gradient of the output of positions",
+    ),
     "dropped padding": AFTER_ATTENTION,
     "wrong scale": AFTER_ATTENTION,
     "bf16 accumulation": AFTER_ATTENTION,
@@ -178,7 +182,7 @@ WHERE = {
 def verify(fault):
     """The report, as every rank gets it."""
     mixes = fault == "no way back"
-    layout = "zigzag" if mixes else "contiguous"
+    layout = "zigzag" if mixes or fault == "stale positions" else "contiguous"
     options = {
         "strategy": "ring",
         "layout": layout,

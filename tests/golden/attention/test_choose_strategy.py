@@ -1,6 +1,7 @@
 """Every call that can be rewritten gets a plan, the one that suits it."""
 
 import dataclasses
+import functools
 from textwrap import fill
 from unittest import mock
 
@@ -16,6 +17,8 @@ from cpcompile.reporting.graph_report import GraphReport
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, causal, sdpa
+
+planned = functools.partial(capture, until="choose_strategy")
 
 
 def make_qkv(heads=32, kv_heads=8, tokens=8192):
@@ -47,7 +50,7 @@ def plans(captured):
 
 
 def test_the_cheapest_is_chosen(mesh):
-    captured = capture(grouped, *make_qkv(), strategy="auto", mesh=mesh, shard=QKV)
+    captured = planned(grouped, *make_qkv(), strategy="auto", mesh=mesh, shard=QKV)
     assert_golden(
         plans(captured),
         """\
@@ -64,21 +67,21 @@ def test_the_cheapest_is_chosen(mesh):
 
 def test_a_forced_strategy_lists_the_others_all_the_same(mesh):
     chosen, forced = (
-        plans(capture(grouped, *make_qkv(), strategy=name, mesh=mesh, shard=QKV))
+        plans(planned(grouped, *make_qkv(), strategy=name, mesh=mesh, shard=QKV))
         for name in ("auto", "ring")
     )
     assert forced == chosen.replace("ulysses chosen", "ring forced")
 
 
 def test_sharded_inputs_have_the_same_plan(mesh):
-    plain = capture(grouped, *make_qkv(), strategy="auto", mesh=mesh, shard=QKV)
+    plain = planned(grouped, *make_qkv(), strategy="auto", mesh=mesh, shard=QKV)
     sharded = [cp.shard(x, mesh, 2) for x in make_qkv()]
-    assert plans(capture(grouped, *sharded, strategy="auto")) == plans(plain)
+    assert plans(planned(grouped, *sharded, strategy="auto")) == plans(plain)
 
 
 def test_the_backward_is_planned_for(mesh):
     inputs = [x.requires_grad_() for x in make_qkv()]
-    captured = capture(grouped, *inputs, strategy="auto", mesh=mesh, shard=QKV)
+    captured = planned(grouped, *inputs, strategy="auto", mesh=mesh, shard=QKV)
     assert_golden(
         plans(captured),
         """\
@@ -92,13 +95,13 @@ def test_the_backward_is_planned_for(mesh):
   ring: 2.439 ms, 0.196 ms exposed, 52.0 MiB, 8 kernels""",
     )
     with torch.no_grad():
-        captured = capture(grouped, *inputs, strategy="auto", mesh=mesh, shard=QKV)
+        captured = planned(grouped, *inputs, strategy="auto", mesh=mesh, shard=QKV)
     (call,) = captured.ctx.findings.calls
     assert workload(call, captured.ctx).direction is Direction.FORWARD
 
 
 def test_the_workload_is_that_of_all_ranks(mesh):
-    captured = capture(grouped, *make_qkv(), mesh=mesh, shard=QKV)
+    captured = planned(grouped, *make_qkv(), mesh=mesh, shard=QKV)
     (call,) = captured.ctx.findings.calls
     assert dataclasses.asdict(workload(call, captured.ctx)) == {
         "batch": 1,
@@ -125,7 +128,7 @@ def test_the_workload_is_that_of_all_ranks(mesh):
 
 
 def test_the_ranks_are_those_of_the_axis(mesh_2d):
-    captured = capture(grouped, *make_qkv(), mesh=mesh_2d, shard=QKV)
+    captured = planned(grouped, *make_qkv(), mesh=mesh_2d, shard=QKV)
     (call,) = captured.ctx.findings.calls
     assert workload(call, captured.ctx).ranks == 4
 
@@ -138,7 +141,7 @@ def test_calls_with_an_obstacle_get_no_plan(mesh, strategy):
         return sdpa(q, k, v, dropout_p=1.0)
 
     inputs = make_qkv(4, 4, 16)
-    captured = capture(dropped, *inputs, strategy=strategy, mesh=mesh, shard=QKV)
+    captured = planned(dropped, *inputs, strategy=strategy, mesh=mesh, shard=QKV)
     assert captured["choose_strategy"].rewrites == 0
     assert plans(captured) == ""
 
@@ -147,15 +150,13 @@ def test_each_call_has_its_own_plan(mesh):
     def two(q, k, v):
         return causal(q, k, v) + sdpa(q, k, v)
 
-    captured = capture(
-        two, *make_qkv(4, 4, 16), mesh=mesh, shard=QKV, until="choose_strategy"
-    )
+    captured = planned(two, *make_qkv(4, 4, 16), mesh=mesh, shard=QKV)
     assert captured["choose_strategy"].rewrites == 2
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "hybrid"])
 def test_strategies_that_exchange_heads_can_be_forced(mesh, strategy):
-    forced = capture(grouped, *make_qkv(), strategy=strategy, mesh=mesh, shard=QKV)
+    forced = planned(grouped, *make_qkv(), strategy=strategy, mesh=mesh, shard=QKV)
     (plan,) = forced.ctx.findings.plans.values()
     assert plan.forced and plan.strategy.value == strategy
     assert len(plan.candidates) == 7  # with two hybrids in two orders
@@ -163,7 +164,7 @@ def test_strategies_that_exchange_heads_can_be_forced(mesh, strategy):
 
 def test_a_budget_that_nothing_meets_names_the_call_and_the_smallest_need(mesh):
     with config.patch(memory_budget=1 << 20):
-        captured = capture(grouped, *make_qkv(), mesh=mesh, shard=QKV, strategy="auto")
+        captured = planned(grouped, *make_qkv(), mesh=mesh, shard=QKV, strategy="auto")
     assert_golden(
         fill(str(captured.error), 80),
         """\
@@ -183,9 +184,9 @@ def test_autocast_halves_messages_and_memory(mesh):
     q, k, v = (x.float() for x in make_qkv(32, 32, 1024))
     bias = torch.empty(1, 1, 1024, 1024)
     for args in ((q, k, v), (q, k, v, bias)):
-        cast = capture(under_autocast, *args, mesh=mesh, shard=QKV)
+        cast = planned(under_autocast, *args, mesh=mesh, shard=QKV)
         half = [x.bfloat16() for x in args]
-        plain = capture(sdpa_masked, *half, mesh=mesh, shard=QKV)
+        plain = planned(sdpa_masked, *half, mesh=mesh, shard=QKV)
         found, wanted = (
             next(iter(x.ctx.findings.plans.values())) for x in (cast, plain)
         )
@@ -220,7 +221,7 @@ def test_the_kernel_under_a_mask_on_a_gpu(mesh, dtype, bias, kernel):
     qkv = [torch.empty(1, 2, 64, 16, dtype=dtype) for _ in range(3)]
     if bias is not None:
         bias = torch.empty(64, 64, dtype=dtype if bias.is_floating_point else bias)
-    captured = capture(windowed, *qkv, bias, mesh=mesh, shard=QKV)
+    captured = planned(windowed, *qkv, bias, mesh=mesh, shard=QKV)
     on_gpu = mock.Mock(wraps=captured.ctx.mesh, device_type="cuda")
     ctx = dataclasses.replace(captured.ctx, mesh=on_gpu)
     with mock.patch.object(choice, "_has_triton", return_value=True):
@@ -240,7 +241,7 @@ def test_every_layer_has_its_own(mesh):
     x, words = (
         torch.empty((1, 32, n, 128), dtype=torch.bfloat16) for n in (131072, 512)
     )
-    captured = capture(
+    captured = planned(
         layers, x, words, strategy="auto", mesh=mesh, shard={"x": 2, "words": 2}
     )
     rows = []

@@ -21,11 +21,11 @@ flash = aten.flash(ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2],
     is_causal=True, scale=0.5)
 ulysses_gather = cp.ulysses_gather([flash[0]], heads=[2], lengths=[16], sizes=[8])
 return (ulysses_gather[0], ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2],
-    flash[1], flash[0])
+    flash[0], flash[1])
 ---
 ulysses_scatter_1 = cp.ulysses_scatter([tangents_1], lengths=[16], sizes=[8])
-flash_backward = aten.flash_backward(ulysses_scatter_1[0], getitem, getitem_1,
-    getitem_2, detach, getitem_4, dropout_p=0, is_causal=True, scale=0.5)
+flash_backward = aten.flash_backward(ulysses_scatter_1[0], getitem_7, getitem_8,
+    getitem_9, getitem_10, getitem_11, dropout_p=0, is_causal=True, scale=0.5)
 ulysses_gather_1 = cp.ulysses_gather([flash_backward[0], flash_backward[1],
     flash_backward[2]], heads=[2, 1, 1], lengths=[16, 16, 16], sizes=[8, 8, 8])
 return (ulysses_gather_1[0], ulysses_gather_1[1], ulysses_gather_1[2])""",
@@ -44,23 +44,24 @@ def test_hybrid():
     assert_golden(
         brief(*traced(1, 4, strategy="hybrid", inner="ulysses")),
         """\
-ulysses_scatter = cp.ulysses_scatter([primals_1, primals_2, primals_3],
+ulysses_scatter_2 = cp.ulysses_scatter([primals_1, primals_2, primals_3],
     lengths=[8, 8, 8], sizes=[4, 4, 4], group=ULYSSES)
-ring_attention = cp.ring_attention(ulysses_scatter[0], ulysses_scatter[1],
-    ulysses_scatter[2], sizes=[16, 16, 1, 8, 8], spec='causal scale=0.5', group=RING)
-ulysses_gather = cp.ulysses_gather([ring_attention[0]], heads=[2], lengths=[8],
+ring_attention_1 = cp.ring_attention(ulysses_scatter_2[0], ulysses_scatter_2[1],
+    ulysses_scatter_2[2], sizes=[16, 16, 1, 8, 8], spec='causal scale=0.5', group=RING)
+ulysses_gather_2 = cp.ulysses_gather([ring_attention_1[0]], heads=[2], lengths=[8],
     sizes=[4], group=ULYSSES)
-return (ulysses_gather[0], ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2],
-    ring_attention[0], ring_attention[1])
+return (ulysses_gather_2[0], ulysses_scatter_2[0], ulysses_scatter_2[1],
+    ulysses_scatter_2[2], ring_attention_1[0], ring_attention_1[1])
 ---
-ulysses_scatter_1 = cp.ulysses_scatter([tangents_1], lengths=[8], sizes=[4],
+ulysses_scatter_3 = cp.ulysses_scatter([tangents_1], lengths=[8], sizes=[4],
     group=ULYSSES)
-ring_attention_backward = cp.ring_attention_backward(ulysses_scatter_1[0], q, k, v, out,
-    lse, sizes=[16, 16, 1, 8, 8], spec='causal scale=0.5', group=RING, bias_grad=False)
-ulysses_gather_1 = cp.ulysses_gather([ring_attention_backward[0],
-    ring_attention_backward[1], ring_attention_backward[2]], heads=[2, 2, 2],
+ring_attention_backward_1 = cp.ring_attention_backward(ulysses_scatter_3[0], q, k, v,
+    out, lse, sizes=[16, 16, 1, 8, 8], spec='causal scale=0.5', group=RING,
+    bias_grad=False)
+ulysses_gather_3 = cp.ulysses_gather([ring_attention_backward_1[0],
+    ring_attention_backward_1[1], ring_attention_backward_1[2]], heads=[2, 2, 2],
     lengths=[8, 8, 8], sizes=[4, 4, 4], group=ULYSSES)
-return (ulysses_gather_1[0], ulysses_gather_1[1], ulysses_gather_1[2])""",
+return (ulysses_gather_3[0], ulysses_gather_3[1], ulysses_gather_3[2])""",
     )
 
 

@@ -13,11 +13,10 @@ import cpcompile as cp
 from cpcompile import config
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from cpcompile.reporting.graph_report import recording
-from tests.golden.capture import capture, capture_pass, changes
-from tests.golden.golden_text import assert_golden, table
-from tests.golden.laid_out import attend, laid_out, moves
+from tests.golden.capture import capture, capture_pass, changes, localised
+from tests.golden.golden_text import assert_golden, lines_with, table
+from tests.golden.laid_out import attend
 from tests.golden.operands import QKV, causal, make_qkv, sdpa
-from tests.support.this_torch import needs_two_masks
 
 
 def inserted(fn, *inputs, count=1, **options):
@@ -83,7 +82,8 @@ def test_hybrid(mesh, inner):
     names = ("ring", "ulysses") if inner == "ulysses" else ("ulysses", "ring")
     given = {"mesh": init_device_mesh("cpu", (4, 2), mesh_dim_names=names)}
     given |= {"axis": names, "strategy": "hybrid", "shard": QKV}
-    captured = capture(causal, *make_qkv(2, 4, 16, 8), **given)
+    inputs = make_qkv(2, 4, 16, 8)
+    captured = capture(causal, *inputs, until="insert_attention", **given)
     step = captured["insert_attention"]
     assert step.rewrites == 1
     (plan,) = captured.ctx.findings.plans.values()
@@ -187,7 +187,7 @@ def test_the_policy_of_a_checkpoint_keeps_our_attention(mesh):
         def region(q, k, v, how=how):
             return checkpoint(causal, q, k, v, use_reentrant=False, **how)
 
-        with config.patch(graph="joint"), recording() as reports:
+        with recording() as reports:
             run = torch.compile(region, backend="cp", options=options)
             run(*(x.requires_grad_() for x in make_qkv(2, 4, 16, 8))).sum().backward()
         flops.append(reports[0].account.graphs[1].work.flops)
@@ -238,21 +238,6 @@ def test_no_attention_stays(mesh):
     assert not step.changed
 
 
-@needs_two_masks
-def test_attention_with_two_masks_stays(mesh):
-    """What to do about it is decided by shard_graph, which knows the placements."""
-
-    def masked(q, k, v, mask):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=True)
-
-    mask = torch.ones(16, 16, dtype=torch.bool).tril()
-    step = capture_pass(
-        "insert_attention", masked, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV
-    )
-    assert step.rewrites == 0
-    assert not step.changed
-
-
 def test_under_a_mask(mesh):
     """Integers per token, and what no integers say as a tensor."""
 
@@ -263,18 +248,25 @@ def test_under_a_mask(mesh):
         return sdpa(q, k, v, attn_mask=mask)
 
     padding = torch.ones(2, 16, dtype=torch.long)
-    captured = capture(masked, *make_qkv(2, 4, 16, 8), padding, mesh=mesh, shard=QKV)
+    captured = capture(
+        masked,
+        *make_qkv(2, 4, 16, 8),
+        padding,
+        mesh=mesh,
+        shard=QKV,
+        until="insert_attention",
+    )
     (mask,) = captured.ctx.findings.masks.values()
     assert mask.text == "causal, window 5, key padding"
     of_pairs = [x for x in captured.text.splitlines() if x.endswith("16, 16]")]
     assert not of_pairs, "nothing of all pairs is left"
     assert_golden(
-        captured.lines("cp_replicate = ", "cp_replicate_1 =", "= cp.ring"),
+        captured.lines("cp_constant = ", "cp_constant_1 =", "= cp.ring"),
         """\
-cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
-cp_replicate_1 = cp_replicate(cp_constant_1)  # [1, 16] R
-ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2,
-    [cp_replicate, cp_replicate_1, cp_replicate_2], sizes=[16, 16],
+cp_constant = cp_constant()  # [1, 16, 2]
+cp_constant_1 = cp_constant()  # [1, 16]
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_,
+    [cp_constant, cp_constant_1, expand_default], sizes=[16, 16],
     spec='scale=0.353553 +key_ranges +q_segment_ids +kv_segment_ids', group=GROUP)""",
     )
 
@@ -287,14 +279,14 @@ def test_a_mask_of_constants(mesh):
         window = (row[None] <= row[:, None]) & (row[None] > row[:, None] - 5)
         return sdpa(q, k, v, attn_mask=window)
 
-    captured = capture(masked, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
+    step = inserted(masked, *make_qkv(2, 4, 16, 8), mesh=mesh)
     assert_golden(
-        captured.lines("cp_replicate = ", "cp_replicate_1 =", "= cp.ring"),
+        lines_with(step.after, "cp_constant = ", "= cp.ring"),
         """\
-cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
-ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2,
-    [cp_replicate], sizes=[16, 16],
-    spec='scale=0.353553 mask_key=ae129d633b2f87ac +key_ranges', group=GROUP)""",
+cp_constant = cp_constant()  # [1, 16, 2]
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, [cp_constant],
+    sizes=[16, 16], spec='scale=0.353553 mask_key=ae129d633b2f87ac +key_ranges',
+    group=GROUP)""",
     )
 
 
@@ -302,7 +294,7 @@ def conv(x):
     return F.conv1d(x.transpose(1, 2), torch.ones(8, 1, 3), padding=1, groups=8).mT
 
 
-# What is exchanged for channels is brought back to the order of tokens, and laid out.
+# Relayouts that stay between two attentions: in front of the call and behind it.
 MIXING = {
     "conv": (conv, 2),  # each rank borrows the tokens beside its own
     "roll": (lambda x: x.roll(1, 1), 0),  # zigzag to zigzag, of few tokens
@@ -316,16 +308,6 @@ MIXING = {
     "windows": (lambda x: x.unflatten(1, (16, 2)).flip(2).flatten(1, 2), 2),
     "sort": (lambda x: x.sort(1).values, 2),
 }
-
-
-@pytest.mark.parametrize("name", MIXING)
-def test_a_mixing_call_between_two_attentions(mesh, name):
-    """Its operand is brought back, and its result laid out again."""
-    mix, left = MIXING[name]
-    captured = laid_out(lambda x: attend(mix(attend(x))), mesh)
-    assert moves(captured) == (left, 8 - left)
-
-
 TOKEN_WISE = {
     "norm": lambda x: F.layer_norm(x, (8,)),
     "linear": lambda x: x @ torch.ones(8, 8),
@@ -343,9 +325,29 @@ TOKEN_WISE = {
 }
 
 
+def between_attentions(call, mesh):
+    return localised(
+        lambda x: attend(call(attend(x))),
+        torch.randn(2, 32, 8),
+        mesh=mesh,
+        shard={"x": 1},
+        strategy="ring",
+        layout="zigzag",
+    )
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_mixing_call_between_two_attentions(mesh, name):
+    """Its operand is brought back, and its result laid out again."""
+    mix, left = MIXING[name]
+    report = between_attentions(mix, mesh).report
+    assert (report.relayouts_left, report.relayouts_cancelled) == (left, 8 - left)
+
+
 @pytest.mark.parametrize("name", TOKEN_WISE)
 def test_a_token_wise_call_between_two_attentions(mesh, name):
-    assert moves(laid_out(lambda x: attend(TOKEN_WISE[name](attend(x))), mesh)) == (
-        0,
-        8,
-    )
+    """Tokens are in order again for the result alone, which is gathered."""
+    local = between_attentions(TOKEN_WISE[name], mesh)
+    report = local.report
+    assert (report.relayouts_left, report.relayouts_cancelled) == (0, 8)
+    assert local.text.count("= _c10d_functional.all_gather") == 1

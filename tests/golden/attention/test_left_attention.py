@@ -1,4 +1,4 @@
-"""Attention that is left in the sharded graph: fine, refused, or gathered for."""
+"""Attention that is left as it is: fine, refused, or gathered for."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cpcompile.errors import RewriteError
-from tests.golden.capture import capture, warnings
+from tests.golden.capture import capture, localised, warnings
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, causal, make_qkv, sdpa
 from tests.support.this_torch import needs_two_masks
@@ -30,21 +30,26 @@ def scaled_and_dropped(q, k, v):
     return dropped(2 * q, 2 * k, 2 * v)
 
 
-def test_heads_sharded_attention_is_left_alone(mesh_2d):
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="causal"),
+        pytest.param(
+            (torch.ones(16, 16, dtype=torch.bool),),
+            id="and a mask, of whole sequences",
+            marks=needs_two_masks,
+        ),
+    ],
+)
+def test_heads_sharded_attention_is_left_alone(mesh_2d, caplog, more):
+    """Each rank attends with its head; no sequence is split."""
     sharded = [
         distribute_tensor(x, mesh_2d, [Replicate(), Shard(1)])
         for x in make_qkv(2, 4, 16, 8)
     ]
-    captured = capture(causal, *sharded)
-    assert captured["shard_graph"].rewrites == 1
-    assert_golden(
-        captured.lines("cp_to_local", "scaled_dot"),
-        """\
-scaled_dot_product_attention = scaled_dot_product_attention(cp_from_local,
-    cp_from_local_1, cp_from_local_2, is_causal=True)  # [2, 4, 16, 8] R,S(1)
-cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16, 8]
-return (cp_to_local,)""",
-    )
+    text = localised(masked if more else causal, *sharded, *more).text
+    assert warnings(caplog) == []
+    assert "_c10d_functional" not in text
 
 
 OBSTACLES = {
@@ -65,16 +70,15 @@ with_an_obstacle = pytest.mark.parametrize(
 )
 
 
-def captured_with(unsupported, fn, mesh, **options):
+def inputs_with(unsupported):
     mask = [torch.ones(16, 16, dtype=torch.bool)] * (unsupported == "masks")
-    return capture(fn, *make_qkv(2, 4, 16, 8), *mask, mesh=mesh, shard=QKV, **options)
+    return *make_qkv(2, 4, 16, 8), *mask
 
 
 @with_an_obstacle
 def test_an_obstacle_is_refused(mesh, fn, unsupported):
-    captured = captured_with(unsupported, fn, mesh)
+    captured = capture(fn, *inputs_with(unsupported), mesh=mesh, shard=QKV)
     assert type(captured.error) is RewriteError
-    assert "shard_graph" not in captured.steps
     assert str(captured.error) == (
         "attention at <top level> (node scaled_dot_product_attention): "
         + OBSTACLES[unsupported]
@@ -83,44 +87,28 @@ def test_an_obstacle_is_refused(mesh, fn, unsupported):
 
 @with_an_obstacle
 def test_and_gathered_for_if_not_strict(mesh, caplog, fn, unsupported):
-    captured = captured_with(unsupported, fn, mesh, strict=False)
-    assert "= cp_replicated(scaled_dot_product_attention, " in captured.text
-    assert "= cp_shard(cp_replicated, 2)" in captured.text
+    local = localised(fn, *inputs_with(unsupported), mesh=mesh, shard=QKV, strict=False)
+    (call,) = local.report.calls
+    assert call.plan is None and call.reason == OBSTACLES[unsupported]
     (text,) = warnings(caplog)
-    assert text.startswith("scaled_dot_product_attention at <top level> (File ")
-    assert "runs on gathered tensors" in text
-    assert OBSTACLES[unsupported].split(";")[0].split(",")[0] in text
-
-
-@needs_two_masks
-def test_a_mask_over_a_whole_sequence_is_fine(mesh_2d, caplog):
-    """The twin: nothing is split on the sequence, so nothing needs a mask's part."""
-    sharded = [
-        distribute_tensor(x, mesh_2d, [Replicate(), Shard(1)])
-        for x in make_qkv(2, 4, 16, 8)
-    ]
-    captured = capture(masked, *sharded, torch.ones(16, 16, dtype=torch.bool))
-    (line,) = captured.lines("attn_mask=cp_replicate").splitlines()
-    assert line.endswith("# [2, 4, 16, 8] R,S(1)")
-    assert warnings(caplog) == []
+    assert text.startswith("scaled_dot_product_attention runs on gathered tensors")
+    assert OBSTACLES[unsupported] in text
 
 
 def test_an_obstacle_of_whole_sequences_stays(mesh, caplog):
     """The twin: nothing is sharded, and every rank computes the same."""
     inputs = [*make_qkv(2, 4, 16, 8), torch.randn(2, 64, 8)]
-    captured = capture(
+    local = localised(
         lambda q, k, v, x: (dropped(q, k, v), x.relu()),
         *inputs,
         mesh=mesh,
         shard={"x": 1},
     )
-    assert captured.error is None
-    assert "= scaled_dot_product_attention(l_q_, l_k_, l_v_, dropout_p=1)" in (
-        captured.text
-    )
+    assert local.report.gathered == ("relu [2, 64, 8]",)
+    assert len(local.lines("= _c10d_functional.all_gather").splitlines()) == 1
     (text,) = warnings(caplog)
-    assert text.startswith("attention at <top level> (File ")
-    assert "with all of its work on every rank: got dropout_p=1.0" in text
+    assert text.startswith("attention at <top level> runs unsharded, with all of its")
+    assert "on every rank: got dropout_p=1.0" in text
 
 
 def of_embedding(ids, table):
@@ -141,9 +129,15 @@ def test_an_obstacle_is_met_though_no_input_is_named(mesh):
 
 
 def test_and_all_else_is_sharded_if_not_strict(mesh, caplog):
-    captured = capture(of_embedding, *ids_and_table(), mesh=mesh, strict=False)
-    assert captured.error is None
-    assert "[2, 16, 32] S(1)" in captured.lines("= embedding(")
+    local = localised(of_embedding, *ids_and_table(), mesh=mesh, strict=False)
+    assert [str(x) for x in local.report.inputs] == ["ids dim 1 (inferred)"]
+    assert_golden(
+        local.lines("primals_1", "= aten.embedding("),
+        """\
+primals_1 = input
+split = aten.split.Tensor(primals_1, split_size=2, dim=1)
+embedding_1 = aten.embedding(primals_2, clone_5)""",
+    )
     (text,) = warnings(caplog)
     assert "runs on gathered tensors" in text
 
@@ -153,8 +147,11 @@ def test_an_obstacle_is_met_where_tokens_begin(mesh):
 
     def patches(image, weight):
         x = F.conv2d(image, weight, stride=4).flatten(2).transpose(1, 2)
+        x = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        x = causal(x, x, x)
         return dropped(x, x, x)
 
     inputs = torch.randn(2, 3, 16, 16), torch.nn.Parameter(torch.randn(8, 3, 4, 4))
     captured = capture(patches, *inputs, mesh=mesh)
     assert type(captured.error) is RewriteError
+    assert "got dropout_p=1.0" in str(captured.error)

@@ -7,14 +7,16 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Shard
 
 import cpcompile as cp
 import tests.unit.masks.mask_builders as b
+from cpcompile.compile import inner_compilers
 from cpcompile.cost.choose import choose
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.model.masks import unread_masks
-from tests.golden.capture import capture, warnings
+from cpcompile.passes.whole.attention_nodes import is_attention
+from cpcompile.torch_private.dynamo import boxed_nop
+from tests.golden.capture import capture, localised, warnings
 from tests.golden.golden_text import (
     assert_golden,
     bare_calls,
@@ -137,52 +139,54 @@ packed: causal, same document: key_ranges=cp_constant, ids=expand_default,
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_what_is_computed_for_all_pairs_stays(mesh, caplog, strict):
-    """The mask lies as DTensor has it, and the operator cuts it."""
-    captured = read(lambda q, k: (q @ k.mT) > 0, mesh=mesh, strict=strict)
-    assert captured.error is None and warnings(caplog) == []
+def test_what_is_computed_of_tokens_is_made_by_rows(mesh, caplog, strict):
+    """Each rank has the mask of its queries, as DTensor shares out the product."""
+    of_tokens = attend(lambda q, k: (q @ k.mT) > 0)
+    inputs = make_qk(2, 2, 16, 8)
+    local = localised(of_tokens, *inputs, mesh=mesh, shard=QKV, strict=strict)
+    assert warnings(caplog) == []
+    (call,) = local.report.calls
+    assert call.mask == "dense bool [2, 2, 16, 16], by rows"
+    assert call.plan.workload.whole_mask_bytes == 0
     assert_golden(
-        captured.lines("= matmul(", "= gt(", "ring_attention"),
+        local.lines("view(bmm_1", "= aten.gt", "attention"),
         """\
-matmul = matmul(cp_shard_1, mT)  # [2, 2, 16, 16] S(2)
-gt = gt(matmul, 0)  # [2, 2, 16, 16] S(2)
-ring_attention_default = cp.ring_attention(cp_shard_1, cp_shard, cp_shard, [gt],
-    sizes=[16, 16], spec='scale=0.353553 mask_key=210ef157c8aa2a53 +bias', group=GROUP)
-getitem = ring_attention_default[0]  # [2, 2, 16, 8] S(2)""",
+view_5 = aten.view(bmm_1, size=[2, 2, 2, 16])
+gt_1 = aten.gt.Scalar(view_6, other=0)
+all_gather_attention_1 = cp.all_gather_attention(clone_1, view_7, view_8, [gt_1],
+    sizes=[16, 16], spec='scale=0.353553 mask_key=210ef157c8aa2a53 +bias whole_keys',
+    group='0')
+getitem_34 = all_gather_attention_1[0]""",
     )
-    (mask,) = captured.ctx.findings.masks.values()
-    assert mask.text == "dense bool [2, 2, 16, 16], by rows"
+
+
+def along_keys(q, k, numbers):
+    return numbers.cumsum(-1) % 3 > 0
+
+
+def along_queries(q, k, numbers):
+    """Products of all pairs with all pairs are no matter of rows."""
+    return numbers.cumsum(-2) % 3 > 0
 
 
 def test_what_is_plain_is_whole(mesh, caplog):
-    numbers = torch.arange(256).view(16, 16)
-    captured = read(lambda q, k, x: x.cumsum(-1) % 3 > 0, numbers, mesh=mesh)
-    assert captured.error is None and warnings(caplog) == []
-    assert_golden(
-        captured.lines("cumsum", "% 3", "gt", "+bias"),
-        """\
-cumsum = .cumsum(l_inputs_0_, -1)  # [16, 16]
-mod = mod(cumsum, 3)  # [16, 16]
-gt = gt(mod, 0)  # [16, 16]
-unsqueeze = unsqueeze(gt, 0)  # [1, 16, 16]
-ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_1,
-    [cp_replicate], sizes=[16, 16],
-    spec='scale=0.353553 mask_key=210ef157c8aa2a53 +bias', group=GROUP)""",
-    )
-    (mask,) = captured.ctx.findings.masks.values()
-    assert mask.text == "dense bool [16, 16], whole on every rank (256 bytes)"
-    (plan,) = captured.ctx.findings.plans.values()
+    """Every rank makes all of it, which counts as memory of the call."""
+    inputs = *make_qk(2, 2, 16, 8), torch.arange(256).view(16, 16)
+    local = localised(attend(along_keys), *inputs, mesh=mesh, shard=QKV)
+    assert warnings(caplog) == []
+    (call,) = local.report.calls
+    assert call.mask == "dense bool [16, 16], whole on every rank (256 bytes)"
+    plan = call.plan
     without = replace(plan.workload, whole_mask_bytes=0)
     best = choose(without, plan.profile, strategy=plan.strategy).chosen
     assert plan.chosen.peak_extra_bytes == best.peak_extra_bytes + 256
 
 
 def test_what_a_large_one_costs(mesh, caplog, monkeypatch):
-    """Products of all pairs with all pairs are no matter of rows."""
     monkeypatch.setattr(unread_masks, "LEAST_LIMIT", 255)
-    numbers = torch.arange(256).view(16, 16)
+    inputs = *make_qk(2, 2, 16, 8), torch.arange(256).view(16, 16)
     with cp.config.patch(whole_mask_share=0.0):
-        read(lambda q, k, x: x.cumsum(-2) % 3 > 0, numbers, mesh=mesh, strict=True)
+        localised(attend(along_queries), *inputs, mesh=mesh, shard=QKV)
     assert_golden(
         "\n".join(warnings(caplog)),
         """\
@@ -191,27 +195,6 @@ attention at <top level>: got an attn_mask that cannot be read as a function of
     bool [16, 16] of which every rank computes all 256 bytes; the result is correct.
     Needed one that is an input of the graph, or computed row by row from values of the
     queries and of the keys""",
-    )
-
-
-def test_rows_of_a_large_one(mesh, caplog, monkeypatch):
-    """Sums along the keys are row by row, so that ranks have those of their queries."""
-    monkeypatch.setattr(unread_masks, "LEAST_LIMIT", 255)
-    numbers = torch.arange(256).view(16, 16)
-    with cp.config.patch(whole_mask_share=0.0):
-        captured = read(
-            lambda q, k, x: x.cumsum(-1) % 3 > 0, numbers, mesh=mesh, strict=True
-        )
-    assert captured.error is None and warnings(caplog) == []
-    assert_golden(
-        captured.lines("alias", "cumsum", "gt"),
-        """\
-alias_default = aten.alias(l_inputs_0_)  # [16, 16]
-cp_shard_2 = cp_shard(alias_default, 0)  # [16, 16] S(0)
-cumsum_default = aten.cumsum(cp_shard_2, dim=-1)  # [16, 16] S(0)
-remainder_scalar = aten.remainder.Scalar(cumsum_default, other=3)  # [16, 16] S(0)
-gt_scalar = aten.gt.Scalar(remainder_scalar, other=0)  # [16, 16] S(0)
-permute_default = aten.permute(gt_scalar, dims=[0, 1])  # [16, 16] S(0)""",
     )
 
 
@@ -228,7 +211,8 @@ def test_a_mask_that_makes_q_larger_is_an_obstacle(mesh):
 
 def outer_product(q, k):
     """No function of the distance, though one of positions alone."""
-    i, j = torch.arange(16.0)[:, None], torch.arange(16.0)
+    i, j = (torch.arange(float(x.shape[-2])) for x in (q, k))
+    i = i[:, None]
     return torch.sin(i * j)
 
 
@@ -259,7 +243,7 @@ def test_a_bias_of_positions_is_one_number_each(mesh, case):
     captured = capture(model, *make_qk(2, 2, 16, 8), *inputs, mesh=mesh, shard=QKV)
     (mask,) = captured.ctx.findings.masks.values()
     value = fake_value(mask.bias)
-    assert value.shape == shape and not captured.ctx.findings.mask_rows
+    assert value.shape == shape
     assert value.requires_grad == (case == "relative")
     computed = [
         node
@@ -270,44 +254,45 @@ def test_a_bias_of_positions_is_one_number_each(mesh, case):
     assert computed == []
 
 
+S = 1024  # so many tokens that a mask of all pairs has a megabyte
+NUMBERS = torch.randn(1, 1, S + 4, S + 4)
 BIASES = {
-    "outer product": (attend(outer_product), ()),
-    "blocks": (attend(b.blocks), (torch.arange(16).expand(2, -1) // 3,)),
-    "sinks": (attend(b.sinks), ()),
-    "rows or lowest": (attend(b.causal_padding_lowest), (torch.ones(2, 16),)),
-    "given": (attend(b.given), (torch.randn(2, 1, 16, 16),)),
-    "given as part of a buffer": (
-        attend(lambda q, k, m: m[:, :, 1:17, 2:18]),
-        (torch.randn(1, 1, 20, 20),),
-    ),
+    "outer product": (outer_product, ()),
+    "blocks": (b.blocks, (torch.arange(S).expand(2, -1) // 3,)),
+    "sinks": (b.sinks, ()),
+    "rows or lowest": (b.causal_padding_lowest, (torch.ones(2, S),)),
+    "given": (b.given, (torch.randn(2, 1, S, S),)),
+    "part of a buffer": (lambda q, k, m: m[:, :, 1 : S + 1, 2 : S + 2], (NUMBERS,)),
+    "of two parts": (lambda q, k, m: (m + 2 * m.mT)[..., :S, :S], (NUMBERS,)),
+    "along keys": (lambda q, k, m: along_keys(q, k, m[..., :S, :S]), (NUMBERS,)),
 }
 
 
 @pytest.mark.parametrize("case", BIASES)
-def test_rows_of_a_bias_are_sharded(mesh, caplog, case):
-    """Each rank holds its rows only."""
-    model, inputs = BIASES[case]
-    captured = capture(
-        model, *make_qk(2, 2, 16, 8), *inputs, mesh=mesh, shard=QKV, strict=False
-    )
-    (mask,) = captured.ctx.findings.masks.values()
-    value = fake_value(mask.bias)
-    if case.startswith("given"):  # sharded where the operator of the call reads it
-        assert captured.ctx.findings.mask_rows == {mask.bias: 2}
-        return
-    assert isinstance(value, DTensor)
-    assert value.placements == (Shard(2),)
-    assert value.shape[2:] == (16, 16) and value.to_local().shape[2] == 2
-    texts = [w for w in warnings(caplog) if "attn_mask" not in w]
-    assert texts == []
-    computed = [
-        node
-        for node in ancestors(mask.bias)
-        if node.op == "call_function"
-        and isinstance(fake_value(node), torch.Tensor)
-        and not isinstance(fake_value(node), DTensor)
-        and fake_value(node).numel() >= 16 * 16
-        and node.target is not torch.ops.aten.slice.Tensor  # of the input
-        and node.target is not torch.ops.aten.alias.default
+def test_no_rank_makes_all_pairs(mesh, caplog, monkeypatch, case):
+    """Each rank makes the rows of its queries, also where a mask is not read."""
+    monkeypatch.setattr(unread_masks, "LEAST_LIMIT", 0)
+    mask_of, inputs = BIASES[case]
+    graphs = []
+
+    def keep(module, inputs):
+        graphs.append(module.graph)
+        return boxed_nop(module, inputs)
+
+    monkeypatch.setattr(inner_compilers, "boxed_nop", keep)
+    with cp.config.patch(whole_mask_share=0.0):
+        qk = make_qk(2, 2, S, 8)
+        localised(attend(mask_of), *qk, *inputs, mesh=mesh, shard=QKV)
+    assert warnings(caplog) == []
+    (graph,) = graphs
+    (attention,) = filter(is_attention, graph.nodes)
+    bias, *_ = attention.args[3]
+    assert bias.meta["val"].shape[2:] == (S // 8, S)
+    made = [
+        f"{node.target} {list(value.shape)}"
+        for node in graph.nodes
+        if node.op == "call_function" and not getattr(node.target, "is_view", False)
+        if isinstance(value := node.meta["val"], torch.Tensor)
+        if value.numel() >= S * S
     ]
-    assert computed == [], "computed for all pairs on every rank"
+    assert made == []

@@ -5,27 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cpcompile.accounting.graph_account import Purpose
 from cpcompile.reporting.explanation import Explanation
-from cpcompile.reporting.graph_report import AttentionShare, GraphReport
-from tests.golden.capture import capture
+from cpcompile.reporting.graph_report import AttentionShare
+from tests.golden.capture import capture, localised
 from tests.support.forms.attention_pattern_forms import FORMS, TWINS, Model
+
+TOKENS = torch.zeros(2, 16, dtype=torch.long)
 
 
 def captured(name, mesh):
-    tokens = torch.zeros(2, 16, dtype=torch.long)
     model = Model((FORMS | TWINS)[name])
-    return capture(model, tokens, mesh=mesh, strategy="auto")
+    return capture(model, TOKENS, mesh=mesh, strategy="auto")
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_inputs_are_inferred(mesh, name):
-    """And no score has the whole sequence on both sides."""
     found = captured(name, mesh)
     assert found["fold_attention_patterns"].rewrites == 2
     assert len(found.ctx.findings.plans) == 2
     (given,) = [x for x in found.ctx.inputs.values() if x.dim is not None]
     assert (given.name, given.dim) == ("tokens", 1)
-    assert found.ctx.findings.gathered_results == ["logits [2, 16, 37]"]
     assert not found.ctx.findings.unmatched_attention
 
 
@@ -56,35 +56,38 @@ def test_what_stays_is_named_if_it_is_over_a_sequence(mesh, name):
     assert name in OTHERS or not found.ctx.findings.row_parallel
 
 
-@pytest.mark.parametrize("name", ROW_PARALLEL)
-def test_what_is_computed_row_parallel(mesh, name):
-    """Scores that can be read, with weights that cannot: inputs are inferred for it."""
-    found = captured(name, mesh)
-    assert found["fold_attention_patterns"].rewrites == 2
-    assert [why for _, why in found.ctx.findings.row_parallel] == [
-        ROW_PARALLEL[name]
-    ] * 2
-    assert not (found.ctx.findings.unmatched_attention or found.ctx.findings.calls)
-    assert found.ctx.findings.gathered_results == ["logits [2, 16, 37]"]
-    assert found.text.count("= cp_gather_keys(") == 4
+def reported(name, mesh):
+    """No scores leave whole, but the logits alone, of tokens that one input has."""
+    report = localised(Model((FORMS | TWINS)[name]), TOKENS, mesh=mesh).report
+    assert [str(x) for x in report.inputs] == ["tokens dim 1 (inferred)"]
+    (logits,) = report.gathered
+    assert logits.endswith(" [2, 16, 37]")
+    # What is shifted is padded by a column, in which tokens are taken to begin.
+    assert len(report.began) <= (name == "shifted_before_sinks")
+    return report
 
 
-def test_what_is_explained(mesh):
-    def reported(name):
-        return GraphReport.of(captured(name, mesh).ctx, (), "")
-
-    call, _ = reported("softcapped").calls
-    assert (call.mask, call.kernel) == ("causal, softcap 2", "aten_math")
-    call, _ = reported("with_sinks").calls
-    assert call.mask == "causal, sinks"
-    report = reported("weights_read_again")
-    assert report.calls == ()
-    why = "its weights are read more than once"
+@pytest.mark.parametrize("name", [*ROW_PARALLEL, "shifted_before_sinks"])
+def test_what_is_computed_by_rows(mesh, name):
+    """With weights that cannot be read: inputs are inferred for it."""
+    report, why = reported(name, mesh), ROW_PARALLEL.get(name, NOT_KNOWN)
     assert report.by_hand == (AttentionShare("<top level>", "rows", why),) * 2
+    assert report.calls == ()
     explained = str(Explanation((report,)))
     assert f"attention by hand, rows of own queries: <top level>: {why}" in explained
-    report = reported("shifted_before_sinks")
-    assert report.by_hand == (AttentionShare("<top level>", "rows", NOT_KNOWN),) * 2
+
+
+EXPLAINED = {
+    "softcapped": ("causal, softcap 2", "aten_math"),
+    "with_sinks": ("causal, sinks", "aten_flash"),
+}
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_what_is_explained(mesh, name):
+    report = reported(name, mesh)
+    assert [(x.mask, x.kernel) for x in report.calls] == [EXPLAINED[name]] * 2
+    assert not report.account.exchanges(Purpose.VALUE)
 
 
 class Squared(torch.autograd.Function):

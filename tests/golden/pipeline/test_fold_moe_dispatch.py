@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.cpu.routed_models import CHOSEN, EXPERTS, ROUTED, WIDTH, EveryExpert
-from tests.golden.capture import capture
+from tests.golden.capture import capture, localised
 from tests.golden.golden_text import assert_golden, lines_with
 
 ROUTES = {"Routed": 2, "GroupedProduct": 2, "IndexAdd": 2, "ScatterAdd": 2, "Back": 2}
@@ -54,19 +54,28 @@ cp_row_parallel_1 = cp_row_parallel(moe_dispatch, ids)
 getitem_11 = cp_row_parallel_1[0]  # [4]
 truediv = truediv(getitem_11, 64)  # [4]""",
     )
-    # by DTensor's rule (torch 2.15), or row by row
-    assert "probabilities" in found.lines("topk = ")
+
+
+def test_a_rank_sorts_its_own_rows(mesh):
+    """8 of 64; how many an expert gets is a sum over the ranks."""
+    model, ids = ROUTED["Routed"](), torch.zeros(2, 16, dtype=torch.long)
+    options = {"mesh": mesh, "shard": {"tokens": 1}}
+    options |= {"strategy": "ring", "layout": "contiguous"}
+    local = localised(model, ids, **options)
+    assert "all_gather" not in local.text
+    forward = local.text.partition("tangents_1, 0.1")[0]
+    words = ("topk(", "sort(", "arange(", "aten.bmm(", "histc", "index_put(")
     assert_golden(
-        found.lines("moe_dispatch", "getitem_").replace("cp_replicate", "R"),
+        lines_with(forward, *words),
         """\
-getitem_12 = ring_attention_default[0]  # [2, 4, 16, 8] S(2)
-transpose_1 = .transpose(getitem_12, 1, 2)  # [2, 16, 4, 8] S(1)
-cp_row_parallel = cp_row_parallel(moe_dispatch, ids, flat, weights, R_4, R_5, R_6)
-getitem_10 = cp_row_parallel[0]  # [32, 2, 32] _S(0, 2)
-sum_1 = .sum(getitem_10, 1)  # [32, 32] _S(0, 2)
-cp_row_parallel_1 = cp_row_parallel(moe_dispatch, ids)
-getitem_11 = cp_row_parallel_1[0]  # [4] P(sum)
-truediv = truediv(getitem_11, 64)  # [4] P(sum)""",
+topk_1 = aten.topk(_softmax_1, k=2)
+sort = aten.sort(view_23)
+bmm = aten.bmm(unsqueeze_2, index_1)
+bmm_1 = aten.bmm(relu, index_2)
+arange = aten.arange(end=8, device=cpu, pin_memory=False)
+index_put = aten.index_put(empty_like, [getitem_28], arange)
+histc = aten.histc(_to_copy, bins=4, max=4)
+all_reduce = _c10d_functional.all_reduce(histc, reduce_op='sum', group_name='0')""",
     )
 
 

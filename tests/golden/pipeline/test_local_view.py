@@ -7,13 +7,14 @@ import torch.nn as nn
 import cpcompile as cp
 from cpcompile.frontend.local_view import local_cp
 from cpcompile.geometry.layout import Layout
-from cpcompile.options import GradSync
-from cpcompile.passes.graph.context import InputKind
-from tests.golden.capture import capture
-from tests.golden.golden_text import assert_golden, bare_calls, lines_with
+from cpcompile.ranks.layout_marks import layout_of
+from tests.golden.capture import forget
+from tests.golden.golden_text import assert_golden, lines_with, table
 from tests.golden.laid_out import attend
+from tests.golden.ring_graphs import kept_graphs, text
 
-LOCAL = {"backend": local_cp}
+LOCAL, GLOBAL = {"backend": local_cp}, {"backend": "cp"}
+VIEWS = {"local": LOCAL, "global": GLOBAL}
 
 
 def block(x):
@@ -25,38 +26,47 @@ def entering(mesh, layout):
     return cp.shard(torch.randn(2, 32, 8), mesh, 1, layout=layout)
 
 
+def compiled(fn, *inputs, backend, **options):
+    """The result of fn, and the texts of the graphs of forward and backward."""
+    forget()
+    options |= {"inner": "aot_eager", "strategy": "ring", "layout": "auto"}
+    with kept_graphs() as (graphs, _):
+        step = torch.compile(fn, backend=backend, fullgraph=True, options=options)
+        result = step(*inputs)
+        if result.requires_grad:
+            result.to_local().sum().backward()
+    return result, [*map(text, graphs)]
+
+
 def test_results_stay_in_the_layout_of_the_batch(mesh):
-    x = entering(mesh, "zigzag")
-    captured = capture(block, x, layout="auto", **LOCAL)
+    """In the global view they are in order."""
+    x, texts, layouts = entering(mesh, "zigzag"), {}, []
+    for name, view in VIEWS.items():
+        result, (code,) = compiled(block, x, **view)
+        texts[name] = lines_with(code, " = cp.", "return")
+        layouts.append(layout_of(result))
+    assert layouts == [Layout.ZIGZAG, Layout.CONTIGUOUS]
     assert_golden(
-        lines_with(bare_calls(captured.text), "cp_", "ring"),
+        table(texts),
         """\
-cp_from_local = cp_from_local(l_x_, (S(1),), (2, 32, 8), (256, 8, 1))
-mul = mul(cp_from_local, 2)
-ring_attention_default = cp.ring_attention(q, q, q, sizes=[32, 32],
-    spec='causal zigzag scale=0.5', group=GROUP)
-transpose_1 = .transpose(ring_attention_default[0], 1, 2)
-add = add(cp_from_local, flatten)
-cp_to_local = cp_to_local(add, (S(1),))
-return (cp_to_local,)""",
+local:
+  ring_attention_2 = cp.ring_attention(transpose_4, transpose_4, transpose_4,
+      sizes=[32, 32], spec='causal zigzag scale=0.5', group=GROUP)
+  return (add_2,)
+global:
+  ring_attention_2 = cp.ring_attention(transpose_4, transpose_4, transpose_4,
+      sizes=[32, 32], spec='causal zigzag scale=0.5', group=GROUP)
+  relayout = cp.relayout(add_2, dim=1, length=32, source='zigzag', target='contiguous',
+      group=GROUP)
+  return (relayout,)""",
     )
-    (leaving,) = captured.ctx.findings.outputs
-    assert leaving.layout is Layout.ZIGZAG
 
 
-def test_in_the_global_view_results_are_in_order(mesh):
-    """The twin."""
-    x = entering(mesh, "zigzag")
-    captured = capture(block, x, layout="auto")
-    assert captured.text.count("cp.relayout") == 1
-    (leaving,) = captured.ctx.findings.outputs
-    assert leaving.layout is Layout.CONTIGUOUS
-
-
-def test_a_contiguous_batch_stays_as_it_is(mesh):
-    captured = capture(block, entering(mesh, "contiguous"), **LOCAL)
-    assert "cp.relayout" not in captured.text
-    assert captured.ctx.findings.outputs[0].layout is Layout.CONTIGUOUS
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_contiguous_batch_stays_as_it_is(mesh, view):
+    result, (code,) = compiled(block, entering(mesh, "contiguous"), **VIEWS[view])
+    assert "cp.relayout" not in code and "zigzag" not in code
+    assert layout_of(result) is Layout.CONTIGUOUS
 
 
 class Scaled(nn.Module):
@@ -70,25 +80,27 @@ class Scaled(nn.Module):
         return attend(x * self.scale + bias)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (LOCAL, GradSync.NONE),
-        ({}, GradSync.REDUCE),
-        ({"grad_sync": "average"}, GradSync.AVERAGE),
-    ],
-)
-def test_which_gradients_leave(mesh, options, expected):
-    x, bias = entering(mesh, "contiguous"), torch.ones(8, requires_grad=True) * 1
-    captured = capture(Scaled(), x, bias, **options)
-    gradients = {x.kind: x.gradient for x in captured.ctx.inputs.values()}
-    assert gradients[InputKind.PARAMETER] is expected
-    local = options == LOCAL
-    assert gradients[InputKind.ACTIVATION] is (
-        GradSync.NONE if local else GradSync.REDUCE
-    )
-    calls = captured.text.count("= cp_unreduced(")
-    assert calls == 2 * local + (expected is GradSync.AVERAGE)
-    assert ("cp_unreduced(l_self_parameters_scale_, 8)" in captured.text) == (
-        expected is GradSync.AVERAGE
+def test_which_gradients_leave(mesh):
+    """Of a parameter and an activation: shares, sums, and the share times 8."""
+    how = {**VIEWS, "average": GLOBAL | {"grad_sync": "average"}}
+    texts, x = {}, entering(mesh, "contiguous")
+    for name, options in how.items():
+        bias = torch.ones(8, requires_grad=True) * 1
+        _, (_, code) = compiled(Scaled(), x, bias, **options)
+        texts[name] = lines_with(code, "all_reduce(", ", 1)", ", 8)", "return")
+    assert_golden(
+        table(texts),
+        """\
+local:
+  mul_8 = aten.mul.Tensor(sum_6, 1)
+  mul_9 = aten.mul.Tensor(sum_5, 1)
+  return (mul_8, None, mul_9)
+global:
+  all_reduce_2 = _c10d_functional.all_reduce(sum_6, reduce_op='sum', group_name='0')
+  all_reduce_3 = _c10d_functional.all_reduce(sum_5, reduce_op='sum', group_name='0')
+  return (wait_tensor_2, None, wait_tensor_3)
+average:
+  mul_7 = aten.mul.Tensor(sum_6, 8)
+  all_reduce_1 = _c10d_functional.all_reduce(sum_5, reduce_op='sum', group_name='0')
+  return (mul_7, None, wait_tensor_1)""",
     )

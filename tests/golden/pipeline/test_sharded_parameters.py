@@ -14,11 +14,7 @@ import cpcompile as cp
 from cpcompile.errors import InputError, RewriteError
 from cpcompile.torch_patches import dead_collectives
 from tests.golden.capture import capture, fake_mesh
-from tests.golden.golden_text import (
-    assert_golden,
-    golden_text,
-    lines_with,
-)
+from tests.golden.golden_text import assert_golden, golden_text, lines_with
 
 MESH_AXES = {"dp": 2, "cp": 2}
 
@@ -45,18 +41,14 @@ def captured(mesh, model, sharding=None, **options):
 def test_parameters_are_gathered_where_they_are_read(mesh):
     """In regions inside, so that the backward gathers again."""
     found = captured(mesh, Layer(), shard={"x": 1})
-    words = ("gather_parameter", "cp_unreduced", "checkpoint(")
+    words = ("gather_parameter", "checkpoint(")
     assert_golden(
         found.lines(*words),
         """\
 whole_parameter = cp_gather_parameter(l_self_modules_inner_parameters_weight_, (S(0),),
     (8, 8), (8, 1), None, None)  # [8, 8]
-cp_unreduced = cp_unreduced(whole_parameter, 2)  # [8, 8] R
-linear = linear(cp_shard, cp_unreduced, None)  # [2, 8, 8] S(1)
 whole_parameter_1 = cp_gather_parameter(l_self_parameters_scale_, (R,), (), (), None,
-    None)  # []
-cp_unreduced_1 = cp_unreduced(whole_parameter_1, 2)  # [] R
-mul = mul(flatten, cp_unreduced_1)  # [2, 8, 8] S(1)""",
+    None)  # []""",
     )
     layer = Layer()
 
@@ -70,16 +62,12 @@ mul = mul(flatten, cp_unreduced_1)  # [2, 8, 8] S(1)""",
         found.lines(*words),
         """\
 tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0,
-    l_layer_modules_inner_parameters_weight_, cp_shard, l_layer_parameters_scale_,
+    l_layer_modules_inner_parameters_weight_, l_x_, l_layer_parameters_scale_,
     use_reentrant=False)
     whole_parameter = cp_gather_parameter(l_layer_modules_inner_parameters_weight_,
         (S(0),), (8, 8), (8, 1), torch.bfloat16, None)  # [8, 8]
-    cp_unreduced = cp_unreduced(whole_parameter, 2)  # [8, 8] R
-    linear = linear(l_x_, cp_unreduced, None)  # [2, 8, 8] S(1)
     whole_parameter_1 = cp_gather_parameter(l_layer_parameters_scale_, (R,), (), (),
-        torch.bfloat16, None)  # []
-    cp_unreduced_1 = cp_unreduced(whole_parameter_1, 2)  # [] R
-    mul = mul(flatten, cp_unreduced_1)  # [2, 8, 8] S(1)""",
+        torch.bfloat16, None)  # []""",
     )
 
 
@@ -92,7 +80,8 @@ def sent(mesh, **sharding):
         compiled(torch.randn(2, 8, 8, requires_grad=True)).sum().backward()
     ((forward, backward),) = graphs
     texts = [f"{golden_text(x.graph)}\n---" for x in (forward, backward)]
-    text = lines_with("\n".join(texts), "functional.all_", "functional.reduce", "---")
+    words = ("functional.all_", "functional.reduce", "---", ", 2)")
+    text = lines_with("\n".join(texts), *words)
     return re.sub(r"\w+ = _c10d_functional.|_into_tensor|, reduce_op='sum'", "", text)
 
 
@@ -103,12 +92,14 @@ def test_what_is_sent(mesh):
         again,
         """\
 all_gather(primals_1, group_size=4, group_name='0')
-all_gather(add, group_size=2, group_name='3')
+all_gather(add_8, group_size=2, group_name='3')
 ---
 all_gather(primals_1, group_size=4, group_name='0')
-all_reduce(mul_3, group_name='0')
-reduce_scatter_tensor(mul_4, group_size=4, group_name='0')
-all_gather(add_3, group_size=2, group_name='3')
+mul_11 = aten.mul.Tensor(sum_3, 2)
+all_reduce(mul_11, group_name='0')
+mul_12 = aten.mul.Tensor(t_8, 2)
+reduce_scatter_tensor(mul_12, group_size=4, group_name='0')
+all_gather(add_11, group_size=2, group_name='3')
 ---""",
     )
     lines = again.splitlines()

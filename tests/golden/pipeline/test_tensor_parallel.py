@@ -1,5 +1,6 @@
 """Graphs of modules that parallelize_module has made tensor parallel."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -17,11 +18,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from cpcompile.options import GradSync
-from cpcompile.passes.graph.context import InputKind
 from cpcompile.torch_patches import dead_collectives
-from tests.golden.capture import capture, fake_group
-from tests.golden.golden_text import assert_golden, bare_calls, lines_with
+from tests.golden.capture import Local, fake_group, forget, localised
+from tests.golden.golden_text import assert_golden, lines_with
 
 MESH_AXES = {"cp": 2, "tp": 2}
 HEADS = {"inner": ColwiseParallel(), "out": RowwiseParallel()}
@@ -45,107 +44,58 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """`middle` is between the embedding and the layer."""
+    """`middle` is between the layers, where tokens are in the chunks of tp."""
 
     def __init__(self, middle=lambda x: x):
         super().__init__()
-        self.embedding, self.layer = nn.Embedding(16, 8), Layer()
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.layer, self.other = Layer(), Layer()
         self.middle = middle
 
     def forward(self, ids):
-        return self.layer(self.middle(self.embedding(ids))).mean(-1)
+        return self.head(self.other(self.middle(self.layer(self.embedding(ids)))))
 
 
 WITH_EMBEDDING = {
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     **{f"layer.{name}": style for name, style in TOKENS.items()},
+    **{f"other.{name}": style for name, style in TOKENS.items()},
 }
 
 
-def captured(mesh, middle=lambda x: x, **options):
-    model = parallelize_module(Model(middle), mesh["tp"], WITH_EMBEDDING)
-    ids = torch.randint(16, (2, 8))
-    return capture(model, ids, mesh=mesh, strategy="ring", **options)
+def local(mesh, model, *inputs, plan=WITH_EMBEDDING, layout="contiguous", **options):
+    """The graph of this rank; groups are called as their axes."""
+    forget()
+    parallelize_module(model, mesh["tp"], plan)
+    inputs = inputs or (torch.randint(16, (2, 8)),)
+    options |= {"mesh": mesh, "strategy": "ring", "layout": layout}
+    found = localised(model, *inputs, **options)
+    text = found.text
+    for name in mesh.mesh_dim_names:
+        group = mesh[name].get_group().group_name
+        text = re.sub(rf"(group|group_name)='{group}'", name, text)
+    return Local(text, found.report)
+
+
+def messages(found):
+    """The calls that send, with their axis, but those that sum gradients over cp."""
+    call = re.compile(r" = (?:cp|_c10d_functional)\.(\w+)\(.*?, (cp|tp)\b")
+    calls = (" ".join(x.groups()) for x in call.finditer(found.text))
+    calls = (re.sub("(_into)?_tensor", "", x) for x in calls)
+    return [x for x in calls if x != "all_reduce cp"]
 
 
 def test_heads_are_sharded_over_tp(mesh):
-    layer = parallelize_module(Layer(), mesh["tp"], HEADS)
+    """Partial sums of heads are added up, and those of the gradient before them."""
     x = torch.randn(2, 8, 8)
-    found = capture(layer, x, mesh=mesh, strategy="ring", shard={"x": 1})
-    moves = ("cp_tp", "linear", "= cp_replicate(", "= add(")
+    found = local(mesh, Layer(), x, plan=HEADS, shard={"x": 1})
     assert_golden(
-        lines_with(bare_calls(found.text), *moves),
+        ", ".join(messages(found)),
         """\
-cp_replicate = cp_replicate(l_self_modules_norm_parameters_weight_)
-cp_tp_enter = cp_tp_enter(l_self_modules_inner_parameters_weight_, (S(0),), (8, 8),
-    (8, 1), 0)
-cp_tp_enter_1 = cp_tp_enter(l_self_modules_out_parameters_weight_, (S(1),), (8, 8),
-    (8, 1), 0)
-cp_tp_lift = cp_tp_lift(input_tensor, (R,))
-linear = linear(cp_tp_lift, cp_tp_enter, None)
-cp_tp_move = cp_tp_move(linear, (S(2),))
-cp_tp_lower = cp_tp_lower(cp_tp_move, None)
-unflatten = .unflatten(cp_tp_lower, -1, (-1, 2))
-cp_tp_lift_1 = cp_tp_lift(input_tensor_2, (S(2),))
-linear_1 = linear(cp_tp_lift_1, cp_tp_enter_1, None)
-cp_tp_move_1 = cp_tp_move(linear_1, (R,))
-cp_tp_lower_1 = cp_tp_lower(cp_tp_move_1, None)
-add = add(cp_shard, cp_tp_lower_1)""",
+ring_attention cp, all_reduce tp, ring_attention_backward cp, all_reduce tp, all_gather
+    cp""",
     )
-    kinds = Counter(x.kind for x in found.ctx.inputs.values())
-    assert kinds[InputKind.OTHER_AXES] == 2
-
-
-MOVES = (
-    "cp_tp_lift(",
-    "cp_tp_move(",
-    "cp_tp_lower(",
-    "cp_tp_regular(",
-    " add(",
-    "norm(",
-)
-
-
-def test_tokens_stay_in_the_chunks_of_tp(mesh):
-    """Neither the residual nor the norm brings them to another order."""
-    assert_golden(
-        captured(mesh).lines(*MOVES),
-        """\
-cp_tp_lift = cp_tp_lift(l_ids_, (R,))  # [2, 8] R,R
-cp_tp_move = cp_tp_move(embedding, (S(1),))  # [2, 8, 8] S(1),S(1)
-hook_result_1 = rms_norm(cp_tp_move, (8,), cp_tp_enter_1, None)  # [2, 8, 8] S(1),S(1)
-cp_tp_move_1 = cp_tp_move(hook_result_1, (R,))  # [2, 8, 8] S(1),R
-cp_tp_move_2 = cp_tp_move(linear, (S(2),))  # [2, 8, 8] S(1),S(2)
-cp_tp_lower = cp_tp_lower(cp_tp_move_2, None)  # [2, 8, 4] S(1)
-cp_tp_lift_1 = cp_tp_lift(input_tensor_2, (S(2),))  # [2, 8, 8] S(1),S(2)
-cp_tp_move_3 = cp_tp_move(linear_1, (S(1),))  # [2, 8, 8] S(1),S(1)
-add = add(cp_tp_move, cp_tp_move_3)  # [2, 8, 8] S(1),S(1)
-cp_tp_regular = cp_tp_regular(mean)  # [2, 4] R""",
-    )
-
-
-def test_a_call_that_mixes_tokens_gets_them_in_order(mesh):
-    found = captured(mesh, lambda x: x + x.cumsum(1))
-    assert_golden(
-        found.lines("cumsum", "regular(", "= add(", "cp_place"),
-        """\
-cp_tp_regular = cp_tp_regular(cp_tp_move)  # [2, 4, 8] R
-cumsum = .cumsum(cp_tp_regular, 1)  # [2, 4, 8] R
-cp_shard_1 = cp_shard(cumsum, 1)  # [2, 4, 8] S(1)
-cp_tp_regular_1 = cp_tp_regular(cp_tp_move)  # [2, 4, 8] R
-input_tensor_1 = add(cp_tp_regular_1, cp_shard_1)  # [2, 4, 8] S(1)
-cp_place = cp_place(input_tensor_1, (R,))  # [2, 4, 8] R
-cp_tp_lift_1 = cp_tp_lift(cp_place, (S(1),))  # [2, 8, 8] R,S(1)
-cp_tp_regular_2 = cp_tp_regular(cp_tp_move_3)  # [2, 4, 8] R
-add_1 = add(input_tensor_1, cp_tp_regular_2)  # [2, 4, 8] S(1)""",
-    )
-
-
-def test_chunks_are_laid_out_with_the_rest_or_not_at_all(mesh):
-    """The results leave in order, so that the chunks that they come from stay so."""
-    found = captured(mesh, layout="zigzag")
-    assert "zigzag scale=" in found.text
-    assert found.text.count("cp.relayout(") == 2  # of the one operand, and back
 
 
 def scaled(x):
@@ -154,17 +104,56 @@ def scaled(x):
     return y
 
 
-def test_a_write_is_made_on_the_chunks(mesh):
-    found = captured(mesh, scaled)
-    assert found.text.count("= cp_tp_regular(") == 1  # the results
-    assert ", imul, 2)" in found.text
+def test_tokens_stay_in_the_chunks_of_tp(mesh):
+    """Neither residuals nor norms bring them in order: cp gathers the result alone.
+
+    Nor in another layout, nor where they are written to.
+    """
+    found = messages(local(mesh, Model()))
+    assert_golden(
+        ", ".join(found),
+        """\
+reduce_scatter tp, all_gather tp, ring_attention cp, reduce_scatter tp, all_gather tp,
+    ring_attention cp, reduce_scatter tp, all_gather tp, all_gather tp, reduce_scatter
+    tp, all_gather tp, ring_attention_backward cp, reduce_scatter tp, all_gather tp,
+    ring_attention_backward cp, reduce_scatter tp, all_gather tp, all_reduce tp,
+    all_reduce tp, all_gather cp""",
+    )
+    assert messages(local(mesh, Model(), layout="zigzag")) == found
+    assert messages(local(mesh, Model(scaled))) == found
+
+
+def test_a_call_that_mixes_tokens_gets_them_in_order(mesh):
+    """And so do the residual that is added to it, and the norm that follows."""
+    text = local(mesh, Model(lambda x: x + x.cumsum(1))).text
+    _, _, middle = text.partition("reduce_scatter_tensor_1 =")
+    middle, _, _ = middle.partition("ring_attention")
+    words = ("gather_into_tensor(", "cumsum(", "add.Tensor(", "aten.mm(")
+    assert_golden(
+        lines_with(middle, *words),
+        """\
+add_15 = aten.add.Tensor(view_54, view_66)
+all_gather_into_tensor_1 = _c10d_functional.all_gather_into_tensor(add_15, group_size=2,
+    tp)
+all_gather_into_tensor_2 = _c10d_functional.all_gather_into_tensor(view_67,
+    group_size=2, cp)
+all_gather_into_tensor_3 = _c10d_functional.all_gather_into_tensor(clone_7,
+    group_size=2, cp)
+cumsum_2 = aten.cumsum(cat_5, dim=1)
+add_16 = aten.add.Tensor(clone_7, clone_8)
+all_gather_into_tensor_4 = _c10d_functional.all_gather_into_tensor(mul_23, group_size=2,
+    cp)
+all_gather_into_tensor_5 = _c10d_functional.all_gather_into_tensor(cat_6, group_size=2,
+    tp)
+mm_17 = aten.mm(view_69, view_70)""",
+    )
 
 
 def test_gradients_may_stay_shares(mesh):
-    found = captured(mesh, grad_sync="none")
-    given = [x for x in found.ctx.inputs.values() if x.kind is InputKind.OTHER_AXES]
-    assert {x.gradient for x in given} == {GradSync.NONE}
-    assert found.lines("cp_tp_enter").count(", 1)  #") == len(given) == 4
+    found = local(mesh, Model(), grad_sync="none")
+    (line,) = found.report.gradients
+    assert line.startswith("gradients of 8 parameters: the share of each rank")
+    assert not re.findall("all_reduce.* cp", found.text)
 
 
 def collectives(compiled, *inputs):
@@ -199,77 +188,44 @@ def test_a_step_of_three_axes_with_fsdp():
     assert not [group for _, group in found if group == groups["dp"]]
 
 
-def test_meshes_that_are_not_of_one(mesh):
-    other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    layer = parallelize_module(Layer(), other, HEADS)
-    compiled = torch.compile(layer, backend="cp", options={"mesh": mesh})
-    with pytest.raises(BackendCompilerFailed, match="needed two axes of one mesh"):
-        compiled(torch.randn(2, 8, 8))
+REFUSED = {
+    "other ranks": "needed two axes of one mesh",
+    "no mesh of the sequence": r"on the axes \['tp'\], none of which is 'cp'",
+}
 
 
-def test_no_axis_of_the_sequence(mesh):
-    layer = parallelize_module(Layer(), mesh["tp"], HEADS)
-    compiled = torch.compile(layer, backend="cp")
-    with pytest.raises(
-        BackendCompilerFailed, match=r"on the axes \['tp'\], none of which is 'cp'"
-    ):
-        compiled(torch.randn(2, 8, 8))
-
-
-def test_a_parameter_on_the_axis_of_the_sequence(mesh):
-    layer = parallelize_module(Layer(), mesh["tp"], HEADS)
-    options = {"mesh": mesh, "axis": "tp"}
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(mesh, name):
+    every = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    tp = every if name == "other ranks" else mesh["tp"]
+    options = {"mesh": None} if "no mesh" in name else {"mesh": mesh}
+    layer = parallelize_module(Layer(), tp, HEADS)
     compiled = torch.compile(layer, backend="cp", options=options)
-    with pytest.raises(BackendCompilerFailed, match="includes the axis of the seq"):
+    with pytest.raises(BackendCompilerFailed, match=REFUSED[name]):
         compiled(torch.randn(2, 8, 8))
 
 
-class Local(nn.Module):
-    """Attention, and what `function` makes of its result as a DTensor on tp."""
+class PlacesGradients(nn.Module):
+    """Attention, the gradient of whose result is said to be a summand."""
 
-    def __init__(self, mesh, function):
+    def __init__(self, mesh):
         super().__init__()
         self.layer = parallelize_module(Layer(), mesh["tp"], HEADS)
-        self.mesh, self.function = mesh["tp"], function
+        self.mesh, self.placement = mesh["tp"], Partial()
 
     def forward(self, x):
-        return self.function(self.layer(x), self.mesh)
-
-
-def partial_gradient(x, mesh):
-    whole = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
-    return whole.to_local(grad_placements=(Partial(),))
+        y = self.layer(x)
+        whole = DTensor.from_local(y, self.mesh, (Replicate(),), run_check=False)
+        return whole.to_local(grad_placements=(self.placement,))
 
 
 def test_gradients_that_the_user_places(mesh):
     """What a rank of tp has is a summand, so that it is summed before the layer."""
-    model = Local(mesh, partial_gradient)
-    x = torch.randn(2, 8, 8, requires_grad=True)
+    model, x = PlacesGradients(mesh), torch.randn(2, 8, 8, requires_grad=True)
     options = {"mesh": mesh, "inner": "aot_eager", "shard": {"x": 1}}
     group = mesh["tp"].get_group().group_name
     compiled = torch.compile(model, backend="cp", options=options)
     with_it = collectives(compiled, x)["all_reduce", group]
     torch._dynamo.reset()
-    model.function = lambda x, mesh: x
+    model.placement = Replicate()
     assert with_it == collectives(compiled, x)["all_reduce", group] + 1
-
-
-def shaped(x, mesh):
-    layout = {"shape": torch.Size((2, 8, 8)), "stride": (64, 8, 1)}
-    return DTensor.from_local(x, mesh, (Replicate(),), run_check=False, **layout)
-
-
-def test_a_global_shape_is_refused(mesh):
-    options = {"mesh": mesh, "inner": "aot_eager", "shard": {"x": 1}}
-    compiled = torch.compile(Local(mesh, shaped), backend="cp", options=options)
-    text = r"is given \['shape', 'stride'\]; needed these arguments alone"
-    with pytest.raises(BackendCompilerFailed, match=text):
-        compiled(torch.randn(2, 8, 8))
-
-
-def test_gradients_of_chunks_that_the_user_places(mesh):
-    def middle(x):
-        tokens = DTensor.from_local(x, mesh["tp"], (Shard(1),), run_check=False)
-        return tokens.to_local(grad_placements=(Partial(),))
-
-    assert "leave grad_placements away" in str(captured(mesh, middle).error)

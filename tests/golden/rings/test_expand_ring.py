@@ -20,8 +20,8 @@ def test_forward():
     assert_golden(
         f"{before}\n  ->\n{brief(graph)}",
         """\
-ring_attention = cp.ring_attention(q, k, v, sizes=[16, 16], spec='causal scale=0.5')
-return (ring_attention[0], q, k, v, ring_attention[0], ring_attention[1])
+ring_attention_2 = cp.ring_attention(q, k, v, sizes=[16, 16], spec='causal scale=0.5')
+return (ring_attention_2[0], q, k, v, ring_attention_2[0], ring_attention_2[1])
   ->
 shift = cp.ring_shift([k, v], where='keys and values, step 0')
 step = cp.attention_step(q, k, v, upper=[1, 1], final=False, after=shift[0])

@@ -4,111 +4,89 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.golden.capture import body, inside, sharded, warnings
-from tests.golden.golden_text import assert_golden
+from tests.golden.capture import localised, warnings
+from tests.golden.golden_text import assert_golden, lines_with, table
 from tests.support.this_torch import skip_if_combined
 
+WEIGHT = torch.nn.Parameter(torch.ones(8))
 
-def test_a_norm_is_combined_at_once(mesh):
-    captured = sharded(lambda x: -x.norm(dim=1), mesh)
+
+def local(fn, mesh):
+    return localised(fn, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1}).text
+
+
+def test_parts_that_are_no_sums_are_combined_at_once(mesh):
+    """Maxima, which sums read, are combined before; only sums wait."""
+    skip_if_combined(lambda x: (x > 0).any(1).float(), mesh)
+    forms = {
+        "norm": lambda x: -x.norm(dim=1),
+        "flags": lambda x: x.sum() * (x > 0).any(1).sum(),
+        "maxima": lambda x: x.amax(1).sum() + x.sum(),
+    }
+    words = ("norm", "pow", "neg", "any", "sum", "max")
     assert_golden(
-        inside(captured),
-        """\
-norm = .norm(cp_shard, dim=1)
-cp_reduce_partial = cp_reduce_partial(norm)
-neg = neg(cp_reduce_partial)""",
-    )
-
-
-def test_flags_are_combined_at_once(mesh):
-    skip_if_combined(how_many, mesh)
-    captured = sharded(lambda x: x.sum() * (x > 0).any(1).sum(), mesh)
-    assert_golden(
-        inside(captured),
-        """\
-sum_1 = .sum(cp_shard)
-gt = gt(cp_shard, 0)
-any_1 = .any(gt, 1)
-cp_reduce_partial = cp_reduce_partial(any_1)
-sum_2 = .sum(cp_reduce_partial)
-mul = mul(sum_1, sum_2)""",
-    )
-
-
-def test_maxima_and_sums_wait(mesh):
-    captured = sharded(lambda x: x.amax(1).sum() + x.sum(), mesh)
-    assert "cp_reduce_partial" not in body(captured)
-
-
-@torch.compiler.allow_in_graph
-def sum_of_norms(x):
-    return x.norm(dim=1).sum()
-
-
-@torch.compiler.allow_in_graph
-def how_many(x):
-    return (x > 0).any(1).float()
-
-
-@torch.compiler.allow_in_graph
-def norm(x):
-    return x.norm(dim=1).clone()
-
-
-@pytest.mark.parametrize("call", [sum_of_norms, how_many])
-def test_a_call_that_adds_them_up_is_computed_on_gathered_tensors(mesh, caplog, call):
-    skip_if_combined(call, mesh)
-    captured = sharded(lambda x: call(x), mesh)
-    assert f"cp_replicated({call.__name__}, " in body(captured)
-    assert "it would add up what is no sum over the ranks" in warnings(caplog)[0]
-
-
-def test_a_call_that_gives_them_is_not(mesh, caplog):
-    captured = sharded(lambda x: norm(x), mesh)
-    assert "cp_replicated" not in body(captured)
-    assert not warnings(caplog)
-
-
-@pytest.mark.parametrize(
-    ("call", "problem"),
-    [
-        (
-            lambda x: F.adaptive_avg_pool2d(x, (5, 7)),
-            "rows of an image without a batch",
+        table(
+            {name: lines_with(local(fn, mesh), *words) for name, fn in forms.items()}
         ),
-        (lambda x: F.conv1d(x, x[:1, :, :3]), "a part of the weight for all of it"),
-    ],
-    ids=["image", "weight"],
-)
-def test_a_rule_that_mistakes_what_is_split(mesh, caplog, call, problem):
-    weight = torch.nn.Parameter(torch.ones(8))
-    sharded(lambda x: call(x * weight), mesh)
-    assert any(problem in text for text in warnings(caplog))
+        """\
+norm:
+  linalg_vector_norm_1 = aten.linalg_vector_norm(clone, dim=[1])
+  pow_1 = aten.pow.Tensor_Scalar(linalg_vector_norm_1, exponent=2)
+  all_reduce = _c10d_functional.all_reduce(pow_1, reduce_op='sum', group_name='0')
+  pow_2 = aten.pow.Tensor_Scalar(wait_tensor, exponent=0.5)
+  neg_1 = aten.neg(pow_2)
+  return (neg_1,)
+flags:
+  sum_3 = aten.sum(clone)
+  any_2 = aten.any.dim(gt_1, dim=1)
+  all_reduce = _c10d_functional.all_reduce(any_2, reduce_op='sum', group_name='0')
+  sum_4 = aten.sum(wait_tensor)
+  mul_1 = aten.mul.Tensor(sum_3, sum_4)
+  all_reduce_1 = _c10d_functional.all_reduce(mul_1, reduce_op='sum', group_name='0')
+maxima:
+  amax_1 = aten.amax(clone, dim=[1])
+  isnan = aten.isnan(amax_1)
+  masked_fill = aten.masked_fill.Scalar(amax_1, isnan, value=-inf)
+  all_reduce = _c10d_functional.all_reduce(stack, reduce_op='max', group_name='0')
+  sum_3 = aten.sum(masked_fill_1)
+  sum_4 = aten.sum(clone)
+  div = aten.div.Tensor(sum_3, 8)
+  add_1 = aten.add.Tensor(div, sum_4)
+  all_reduce_1 = _c10d_functional.all_reduce(add_1, reduce_op='sum', group_name='0')""",
+    )
 
 
-def test_images_with_a_batch_are_split(mesh, caplog):
-    weight = torch.nn.Parameter(torch.ones(8))
-
-    def pooled(x):
-        x = (x * weight).unflatten(2, (2, 4)).unsqueeze(0).flatten(0, 1)
-        return F.adaptive_avg_pool2d(x, (1, 2))  # the sequence is the channels
-
-    captured = sharded(pooled, mesh)
-    assert "adaptive_avg_pool2d" in captured.text and not warnings(caplog)
-
-
-def test_a_gradient_is_summed_for_a_backward_that_writes_into_it(mesh):
-    weight = torch.nn.Parameter(torch.ones(8))
+def test_a_summand_of_a_gradient_is_combined_before_it_is_written_to(mesh):
+    """The backward of a deviation fills zeros in where it is zero."""
 
     def scaled(x):
-        x = x * weight
+        x = x * WEIGHT
         return x / x.std(1, keepdim=True)
 
+    text = local(scaled, mesh)
     assert_golden(
-        inside(sharded(scaled, mesh)),
+        lines_with(text, "masked_fill", "all_reduce_2"),
         """\
-x = mul(cp_shard, cp_replicate)
-std = .std(x, 1, keepdim=True)
-cp_pin = cp_pin(std)
-truediv = truediv(x, cp_pin)""",
+all_reduce_2 = _c10d_functional.all_reduce(div_12, reduce_op='sum', group_name='0')
+wait_tensor_2 = _c10d_functional.wait_tensor(all_reduce_2)
+masked_fill_1 = aten.masked_fill.Scalar(wait_tensor_2, eq_1, value=0)
+mul_9 = aten.mul.Scalar(masked_fill_1, other=0.133333)""",
     )
+
+
+def pooled(x):
+    """The sequence is the channels."""
+    x = (x * WEIGHT).unflatten(2, (2, 4)).unsqueeze(0).flatten(0, 1)
+    return F.adaptive_avg_pool2d(x, (1, 2)).sum()
+
+
+def pooled_without_a_batch(x):
+    return F.adaptive_avg_pool2d(x * WEIGHT, (5, 7)).sum()
+
+
+@pytest.mark.parametrize("fn", [pooled, pooled_without_a_batch])
+def test_images_without_a_batch_are_gathered(mesh, caplog, fn):
+    is_gathered = fn is pooled_without_a_batch
+    assert ("all_gather" in local(fn, mesh)) == is_gathered
+    texts = [x for x in warnings(caplog) if "rows of an image without a batch" in x]
+    assert len(texts) == len(warnings(caplog)) == is_gathered

@@ -12,7 +12,7 @@ from torch._logging._internal import trace_log
 
 import cpcompile as cp
 from cpcompile.cost.plain_data import to_dict
-from cpcompile.passes.pipeline import MODEL
+from cpcompile.passes.pipeline import MODEL, WHOLE
 
 
 class Artifacts(logging.Handler):
@@ -52,9 +52,8 @@ def test_graphs_and_plans_are_traced(mesh):
         "cp_find_attention": "string",
         "cp_choose_strategy": "string",
         "cp_insert_attention": "string",
-        "cp_shard_graph": "string",
-        "cp_lay_out_tokens": "string",
         "cp_plan": "json",
+        "cp_localise": "string",
     }
     (traced,) = json.loads(found["cp_plan"][1])
     (call,) = explanation.calls
@@ -66,7 +65,7 @@ def test_graphs_and_plans_are_traced(mesh):
 def test_passes_are_timed_as_those_of_torch(mesh):
     known = {key: len(times) for key, times in compilation_time_metrics.items()}
     compiled(mesh)
-    for run in MODEL:
+    for run in (*MODEL, *WHOLE):
         key = f"pass.cp_{run.__name__}"
         assert len(compilation_time_metrics[key]) == known.get(key, 0) + 1
 
@@ -74,13 +73,13 @@ def test_passes_are_timed_as_those_of_torch(mesh):
 def test_the_changes_of_a_pass_are_followed(mesh):
     with inductor_config.patch({"trace.provenance_tracking_level": 1}):
         _, found = compiled(mesh)
-    assert "cp_lay_out_tokens" in found
+    assert "cp_localise" in found
 
 
 def test_a_pass_that_the_user_disables_does_not_run(mesh):
-    with inductor_config.patch(disabled_passes="cp_lay_out_tokens"):
+    with inductor_config.patch(disabled_passes="cp_insert_attention"):
         _, found = compiled(mesh)
-    assert "cp_shard_graph" in found and "cp_lay_out_tokens" not in found
+    assert "cp_localise" in found and "cp_insert_attention" not in found
 
 
 @pytest.mark.parametrize(

@@ -3,35 +3,16 @@
 import json
 import re
 
-import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from cpcompile import logs
-from cpcompile.passes import pipeline
-from tests.golden.capture import warnings
+from tests.golden.capture import localised, warnings
 from tests.golden.golden_text import assert_golden, lines_with
-from tests.support.settings import split
 
 MESH_AXES = {"cp": 4}
-
-
-def localised(fn, mesh, *args, shard, **given):
-    """The text of the local joint graph of fn(*args)."""
-    texts = []
-    how = {"mesh": mesh, "shard": shard, "inner": "aot_eager", "graph": "joint"}
-    options, settings = split(how | given)
-    with settings, pytest.MonkeyPatch.context() as patch:
-
-        def traced(graph, name):
-            if name == "cp_localise":
-                texts.append(pipeline.readable(graph))
-
-        patch.setattr(pipeline, "_trace", traced)
-        torch.compile(fn, backend="cp", fullgraph=True, options=options)(*args)
-    (text,) = texts
-    return text
+SHARD = {"x": 1}
 
 
 def test_a_model_and_its_loss(mesh):
@@ -43,7 +24,7 @@ def test_a_model_and_its_loss(mesh):
 
     ids = torch.zeros(2, 10, dtype=torch.long)
     shard = {"ids": 1, "labels": 1}
-    text = localised(loss, mesh, ids, ids.clone(), shard=shard)
+    text = localised(loss, ids, ids.clone(), shard=shard, mesh=mesh).text
     assert_golden(
         lines_with(text, "split", "embedding_1 =", "all_reduce", "return"),
         """\
@@ -71,7 +52,9 @@ def test_rows_of_heads_and_products_of_a_batch_stay_apart(mesh):
         return (q @ keys[:, None].mT).square().sum()
 
     weight, keys = nn.Parameter(torch.randn(8)), torch.randn(2, 5, 4)
-    text = localised(scores, mesh, torch.randn(2, 10, 8), keys, shard={"x": 1})
+    text = localised(
+        scores, torch.randn(2, 10, 8), keys, shard={"x": 1}, mesh=mesh
+    ).text
     assert_golden(
         lines_with(text, "_softmax_1 =", "bmm_2 =", "all_gather"),
         """\
@@ -82,7 +65,9 @@ bmm_2 = aten.bmm(view_11, view_12)""",
 
 def test_a_shift_sends_the_tokens_at_borders(mesh):
     linear, x = nn.Linear(8, 8), torch.randn(2, 12, 8)
-    text = localised(lambda x: linear(x)[:, 1:].square().sum(), mesh, x, shard={"x": 1})
+    text = localised(
+        lambda x: linear(x)[:, 1:].square().sum(), x, shard={"x": 1}, mesh=mesh
+    ).text
     assert_golden(
         lines_with(text, "moved_tokens"),
         """\
@@ -107,7 +92,7 @@ def test_chunks_of_rows_and_the_last_token(mesh):
         return y.mul(x).sum() + linear(y)[:, -1].cos().sum()
 
     linear, x = nn.Linear(8, 8, bias=False), torch.randn(2, 12, 8)
-    text = localised(loss, mesh, x, shard={"x": 1})
+    text = localised(loss, x, mesh=mesh, shard=SHARD).text
     assert re.findall(r"layouts='(.*?)'", text)[:4] == [
         "contiguous*2 contiguous"
     ] * 3 + [" ".join(["contiguous"] * 4)]
@@ -128,7 +113,9 @@ def test_what_fails_on_another_rank_is_gathered_here_too(mesh, monkeypatch, capl
         lambda group, text, doing: other(text),
     )
     x, weight = torch.randn(2, 10, 8), nn.Parameter(torch.randn(8))
-    text = localised(lambda x: (x * weight).sin().sum(1), mesh, x, shard={"x": 1})
+    text = localised(
+        lambda x: (x * weight).sin().sum(1), x, shard={"x": 1}, mesh=mesh
+    ).text
     assert_golden(
         lines_with(text, "all_gather", "sin_2", "cos"),
         """\

@@ -71,8 +71,6 @@ def test_operators_that_send_are_known_by_their_schemas() -> None:
         "all_gather_attention",
         "all_gather_attention_backward",
         "dim_exchange",
-        "halo_exchange",
-        "halo_exchange_backward",
         "moved_tokens",
         "moved_tokens_backward",
         "passed_states",

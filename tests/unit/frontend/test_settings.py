@@ -27,7 +27,6 @@ WRONG = {
     "fold_repeated_blocks": [0, None, "auto"],
     "gather_outputs_megabytes": [-1, True, False, "no", float("nan")],
     "gradient_bucket_megabytes": [-1, True, "25"],
-    "graph": ["auto", None, "dynamo"],
     "hardware": [3, ""],
     "inductor_mode": ["", 3, True],
     "memory_budget": [0, -1, 1e9, True, "1GB"],
@@ -50,7 +49,6 @@ NEEDED = {
     "gather_outputs_megabytes": '"auto" or a number of megabytes, 0 for none, '
     "math.inf for all",
     "gradient_bucket_megabytes": '"auto" or a number of megabytes, 0 for none',
-    "graph": "one of 'model', 'joint'",
     "hardware": '"auto", the name of a profile, or the path of a .json file',
     "inductor_mode": '"auto" or the name of a mode of Inductor',
     "memory_budget": '"auto" or a positive number of bytes',

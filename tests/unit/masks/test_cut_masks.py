@@ -95,19 +95,6 @@ def test_fewer_queries_than_keys(dtype):
     check(found, q, k, mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
-@pytest.mark.parametrize("builder", [first, of_two_buffers, beside_limits])
-def test_no_rank_holds_all_pairs(builder, dtype):
-    """What enters the bias is noted to be sharded along its rows."""
-    mask = buffer(dtype)
-    found = read(attend(builder), *operands(S), mask)
-    rows = found.ctx.findings.mask_rows
-    assert rows
-    for node, dim in rows.items():
-        assert node.meta["example_value"].shape[dim] == S
-        assert node.op != "placeholder"
-
-
 def of_one_head(q, k, weight):
     """The head of a table, and tokens after one that is dropped."""
     i, j = torch.arange(S + 3)[:, None], torch.arange(S + 3)

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redist
 
 import cpcompile.backend  # noqa: F401  fixes them
 from cpcompile.passes.placement.edge_gradients import (
-    PinnedGradient,
     UnreducedGradient,
 )
 from cpcompile.torch_patches import redistribute_plans
@@ -201,12 +200,9 @@ def test_redistribution(mesh):
     assert x.grad is not None and y.grad is None
 
 
-def test_pinned_and_unreduced_gradients(mesh):
+def test_unreduced_gradients(mesh):
     x, y = (torch.ones(4, requires_grad=True) for _ in range(2))
     whole = (Replicate(),)
-    first = DTensor.from_local(x, mesh, whole)
-    pinned = PinnedGradient.apply(DTensor.from_local(y, mesh, whole), False)
-    FirstAlone.apply(first, pinned).sum().backward()
     second = UnreducedGradient.apply(y, mesh, whole, (0,), 1, None)
     FirstAlone.apply(DTensor.from_local(x, mesh, whole), second).sum().backward()
     assert x.grad is not None and y.grad is None

@@ -29,7 +29,7 @@ from cpcompile.passes.graph.constant_arguments import (
     Method,
 )
 from cpcompile.passes.model.mutation.local_writes import ViewStep
-from cpcompile.passes.placement.placement_calls import cp_replicated
+from cpcompile.passes.placement.placement_calls import cp_unreduced
 from tests.golden.capture import fake_group, fake_mesh
 
 
@@ -119,7 +119,7 @@ def graph_of(target: object, *args: object) -> fx.GraphModule:
 
 def holding(*args: object) -> fx.GraphModule:
     """A graph with a call of ours that holds something."""
-    return graph_of(cp_replicated, *args)
+    return graph_of(cp_unreduced, *args)
 
 
 def body(factor: float) -> fx.GraphModule:

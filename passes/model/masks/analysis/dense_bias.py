@@ -2,9 +2,9 @@
 
     bias = aten.where(aten.le(columns, rows), ...)
 
-A bias is computed by the functional calls of its program. Values of queries enter as
-rows. The rows are noted, so that shard_graph shards them, and no rank ever holds all
-pairs.
+A bias is computed by the functional calls of its program, in which values of queries
+enter as rows. Attention reads the rows of a rank's queries, and what is large is cut
+before it is made (joint/tiling/sink_slices), so that no rank holds all pairs.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ RowsOf = Callable[[fx.Node, int, int | None], dict[fx.Node, int]]
 class DenseBiasWriter:
     """Writer of values that are computed for pairs.
 
-    rows: the nodes that are to be sharded, each with its dimension of queries. rows_of:
-    if given, calls that it proves to be row by row are written, too.
+    rows_of: if given, calls that it proves to be row by row are written, too.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class DenseBiasWriter:
     ) -> None:
         self.writer, self.call = writer, writer.call
         self.tokens, self.rows_of = tokens, rows_of
-        self.rows: dict[fx.Node, int] = {}
         self._pairs: dict[Hashable, fx.Node] = {}
 
     def formula(self, formula: Formula) -> fx.Node:
@@ -92,10 +90,7 @@ class DenseBiasWriter:
         return result
 
     def _row(self, vector: Vector) -> fx.Node:
-        node = self.writer.vector(vector)
-        if vector.is_rows:
-            self.rows[node] = MEANINGS.index("Q")
-        return node
+        return self.writer.vector(vector)
 
     def cases(self, cases: Cases, dtype: torch.dtype) -> fx.Node:
         """Write numbers that formulas choose among."""
@@ -124,8 +119,6 @@ class DenseBiasWriter:
         if tuple(shape[2:]) != (queries, keys):
             sizes = [*map(int, shape[:2]), queries, keys]
             bias = self.call(aten.expand.default, bias, sizes)
-            if not self.rows and queries > 1:
-                self.rows[bias] = MEANINGS.index("Q")
         return self.with_gradient_of(bias, like)
 
     def with_gradient_of(self, bias: fx.Node, like: Tensor) -> fx.Node:
@@ -251,7 +244,7 @@ class DenseBiasWriter:
         return node
 
     def _rows_of(self, view: View) -> fx.Node:
-        """Write a value that exists before pairs are made of it, and note its rows."""
+        """Write a value that exists before pairs are made of it."""
         if _is_input(view.node) and self.rows_of is not None:
             pass  # which is there
         elif not view.is_pairwise:
@@ -259,14 +252,7 @@ class DenseBiasWriter:
         elif not _is_input(view.node):
             shape = list(view.value.shape)
             raise Unreadable(f"{view.node.name} {shape} is computed")
-        node = self._cut(self.writer.copy(view.node), dict(enumerate(view.axes)))
-        dims = [d for d, a in enumerate(view.axes) if a.meaning == "Q"]
-        if dims:
-            (dim,) = dims
-            if node.op in ("placeholder", "get_attr"):
-                node = self.call(aten.alias.default, node)
-            self.rows[node] = dim
-        return node
+        return self._cut(self.writer.copy(view.node), dict(enumerate(view.axes)))
 
 
 def _sizes(view: View) -> Iterator[tuple[MaskAxis, int]]:

@@ -1,8 +1,6 @@
-"""The mesh of the sequence axis and of other axes, on which a value may lie on both."""
+"""Refuse parameters on a mesh that is no other axes of that of the sequence."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cpcompile.errors import InputError
 
 
-def joint_mesh(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
-    """Return the mesh whose first axis is `sequence`, followed by the axes of `other`.
-
-    Their groups are used; nothing is communicated. Every rank of `other` belongs to
-    another group of the sequence axis.
+def check_other_axes(sequence: DeviceMesh, other: DeviceMesh) -> None:
+    """Check that every rank of `other` has another group of the sequence axis.
 
     Raises: InputError unless both are axes of one mesh, and different ones.
     """
@@ -38,11 +33,6 @@ def joint_mesh(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
             f"the sequence, {_text(sequence)}; needed parameters on other axes, as "
             'parallelize_module(model, mesh["tp"], ...) makes them'
         )
-    groups = [sequence.get_group(), *(other.get_group(i) for i in range(other.ndim))]
-    own: Any = (sequence.mesh_dim_names or ("cp",))[0]
-    return DeviceMesh.from_group(
-        groups, sequence.device_type, mesh=table, mesh_dim_names=(own, *names)
-    )
 
 
 def _common_root(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:

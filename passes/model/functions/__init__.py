@@ -1,1 +1,0 @@
-"""Make the user's autograd functions functional, and share out their tokens."""
