@@ -64,7 +64,6 @@ CONCERNS = {
         passes/model/sharding passes/placement cpcompile/ops/tile_sums.py
         cpcompile/ops/comm/communic cpcompile/ops/comm/relayout.py""",
     "moved tokens, windows, halos, convolutions": """
-        cpcompile/ops/comm/halo_exchange.py
         cpcompile/ops/comm/moved_tokens.py cpcompile/ops/comm/token_runs.py
         cpcompile/ops/dtensor/padded_convolution.py passes/placement/token_
         passes/model/sharding/rows_before.py cpcompile/frontend/image_rows.py

@@ -37,8 +37,10 @@ FORWARD = {"dynamic": None}  # the first length alone, the second for all
 class Case:
     """A model, its lengths, and the number of the program that serves each.
 
-    programs: none are all by one. how: door, inner, dynamic and options; marked: the
-    dimension is marked, said: what a log says of programs for one length only.
+    programs: none are one for lengths that the ranks divide, and one for others, of
+        which Inductor has one for each.
+    how: door, inner, dynamic and options. marked: the dimension is marked. said: what
+    a log says of programs for one length only.
     """
 
     model: str
@@ -49,19 +51,22 @@ class Case:
     marked: bool = False
     said: str = ""
 
+    @property
+    def served_by(self) -> list[int]:
+        if self.programs:
+            return [*self.programs]
+        each = self.how.get("inner") == "inductor"  # whose guards differ on the ranks
+        of = [0 if n % self.ranks == 0 else n if each else 1 for n in self.lengths]
+        return [[*dict.fromkeys(of)].index(x) for x in of]
+
     def __str__(self) -> str:
         words = [self.model, *map(str, self.how.values()), *map(str, self.lengths[:2])]
         return "-".join([*words, str(self.ranks)])
 
 
-# No multiple of 2 is 67: plain tensors are padded, DTensors have another program. The
-# program that is found last is asked first, and a padded one serves 64 as well.
-ANY, OF_ANY = (
-    (64, 32, 96, 67, 64),
-    {"plain": [0, 0, 0, 1, 1], "dtensor": [0, 0, 0, 1, 0]},
-)
+ANY = (64, 32, 96, 67, 64)
 MANY = [
-    Case(model, ANY, OF_ANY[door], how={"door": door, "inner": inner})
+    Case(model, ANY, how={"door": door, "inner": inner})
     for model, door, inner in (
         ("attention", "plain", "aot_eager"),
         ("attention", "dtensor", "inductor"),
@@ -91,7 +96,7 @@ BALANCED = [
     )
 ]  # fmt: skip
 # Three ranks divide 33 and 90, two 64 and 90.
-PADDED = [
+UNEVEN = [
     Case(model, (67, 64, 33, 90, 65), ranks=ranks, how=RING | {"inner": inner})
     for model, inner, ranks in (
         ("small_gpt", "aot_eager", 2), ("small_gpt", "inductor", 3),
@@ -126,17 +131,14 @@ OTHERS = [
     Case("small_gpt", (67, 66, 41, 96), [0, 1, 2, 1], ranks=3, how=FORWARD),
     Case("small_gpt", (67, 64, 33, 90, 65), how=RING | {"layout": "zigzag"}),
 ]
-# Uneven lengths have one program, and even ones another.
 BALANCE = {"layout": "zigzag"}
 CONTIGUOUS = RING | {"layout": "contiguous"}
 JOINT = [
-    Case("small_gpt", (67, 64, 33, 90, 65), [0, 1, 0, 1, 0], how=CONTIGUOUS | BALANCE),
-    Case("window", (67, 65, 33, 90, 34), [0, 0, 1, 1, 0], ranks=3, how=CONTIGUOUS),
+    Case("small_gpt", (67, 64, 33, 90, 65), how=CONTIGUOUS | BALANCE),
+    Case("window", (67, 65, 33, 90, 34), ranks=3, how=CONTIGUOUS),
     Case("attention", (64, 32, 96), how=CONTIGUOUS | {"door": "dtensor"}),
 ]
-# Experts of each token, and writes to parts. Some meet all tokens, others divide by
-# their number, or write in place: they are not padded.
-TAKE_PADDING = ("Switch", "Unflattened", "Twice", "UsedExperts", "WeightedCounts")
+# Experts of each token, and writes to parts.
 EXPERTS = [
     *(
         Case(x, (64, 32, 96), [0, 1, 2] if x == "TokensMeet" else ())
@@ -144,9 +146,10 @@ EXPERTS = [
     ),
     Case("Twice", (67, 64, 33), how=RING | {"inner": "inductor"}),
     *(
-        Case(x, (67, 33, 65), () if x in TAKE_PADDING else [0, 1, 2], how=RING)
-        for x in (*TAKE_PADDING, "Routed", "ScatterAdd", "Dense")
+        Case(x, (67, 33, 65), how=RING)
+        for x in ("Switch", "Unflattened", "Twice", "UsedExperts", "WeightedCounts")
     ),
+    *(Case(x, (67, 33, 65), how=RING) for x in ("Routed", "ScatterAdd", "Dense")),
 ]
 # Of InPlace some calls run on gathered tensors, whatever the sizes are. torch cannot
 # slice the last token of a length that is a symbol: what is padded serves others too.
@@ -178,20 +181,20 @@ def found_of(case: Case) -> list[tuple]:
     return run(case.model, *first, case.lengths, case.marked, **how)
 
 
-def check(found: list[tuple], programs: Sequence[int] = ()) -> None:
-    assert [number for number, _, _ in found] == [*(programs or [0] * len(found))]
+def check(found: list[tuple], programs: Sequence[int]) -> None:
+    assert [number for number, _, _ in found] == [*programs]
     for _, _, each in found:
         bounds.check(each)
 
 
 @pytest.mark.parametrize(
-    "case", [*MANY, *FORCED, *BALANCED, *PADDED, *OTHERS, *JOINT, *EXPERTS], ids=str
+    "case", [*MANY, *FORCED, *BALANCED, *UNEVEN, *OTHERS, *JOINT, *EXPERTS], ids=str
 )
 @on_ranks(lambda case: case.ranks)
 def test_one_program_serves_many_lengths(case):
     with recording() as reports:
         found = found_of(case)
-    check(found, case.programs)
+    check(found, case.served_by)
     if "layout" in case.how:
         layouts = {call.plan.layout.value for x in reports for call in x.calls}
         assert layouts == {case.how["layout"]}
@@ -219,14 +222,14 @@ def log_lines() -> Iterator[list[str]]:
 @pytest.mark.parametrize("case", SAID, ids=str)
 @on_ranks(2)
 def test_what_is_said_of_programs_for_one_length(case):
-    """Those that torch cannot make symbolic, and whose padding may be read."""
+    """Those that torch cannot make symbolic."""
     with log_lines() as lines:
         found = found_of(case)
     texts = [x for x in lines if "forward serves the sizes of one call only: " in x]
     if case.model == "NoRule" and not texts:  # torch 2.15 can do this one
-        check(found)
+        check(found, [0] * len(found))
         return
-    check(found, case.programs)
+    check(found, case.served_by)
     assert bool(texts) == bool(case.said), texts
     assert all(case.said in text for text in texts), texts
 

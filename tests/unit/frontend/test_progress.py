@@ -29,11 +29,11 @@ def test_a_terminal_gets_one_line_that_ends_with_the_time(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with compiling("forward", after=0.01):
-        phase("pass shard_graph")
+        phase("pass find_attention")
         wait_for(terminal.getvalue)
     first, last = terminal.getvalue().split("\r")[1::][0], terminal.getvalue()
     assert first.rstrip() == (
-        "cpcompile: forward has been compiled for 0 s; now: pass shard_graph"
+        "cpcompile: forward has been compiled for 0 s; now: pass find_attention"
     )
     assert last.count("\n") == 1
     assert last.split("\r")[-1].rstrip() == "cpcompile: compiled forward in 0 s"
