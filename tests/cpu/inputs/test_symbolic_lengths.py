@@ -139,20 +139,17 @@ JOINT = [
     Case("attention", (64, 32, 96), how=CONTIGUOUS | {"door": "dtensor"}),
 ]
 # Experts of each token, and writes to parts.
+FEW_EXPERTS = ("Switch", "Unflattened", "Twice", "UsedExperts", "WeightedCounts",
+               "Routed", "ScatterAdd", "Dense")  # fmt: skip
 EXPERTS = [
     *(
         Case(x, (64, 32, 96), [0, 1, 2] if x == "TokensMeet" else ())
         for x in (*ROUTED, "written")
     ),
     Case("Twice", (67, 64, 33), how=RING | {"inner": "inductor"}),
-    *(
-        Case(x, (67, 33, 65), how=RING)
-        for x in ("Switch", "Unflattened", "Twice", "UsedExperts", "WeightedCounts")
-    ),
-    *(Case(x, (67, 33, 65), how=RING) for x in ("Routed", "ScatterAdd", "Dense")),
+    *(Case(x, (67, 33, 65), how=RING) for x in FEW_EXPERTS),
 ]
-# Of InPlace some calls run on gathered tensors, whatever the sizes are. torch cannot
-# slice the last token of a length that is a symbol: what is padded serves others too.
+# Of InPlace some calls run on gathered tensors, whatever the sizes are.
 NOT_STRICT, ONE_LENGTH = {"strict": False}, [0, 1, 0]
 SAID = [
     *(

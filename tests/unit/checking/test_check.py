@@ -198,7 +198,7 @@ def test_a_mistake_of_cpcompile(monkeypatch):
     monkeypatch.setattr(refusals, "raises_mistakes", False)
     names = {"__name__": "cpcompile.made_up"}
     exec("def fails(graph, ctx): raise KeyError('cat')", names)
-    monkeypatch.setattr(attempts, "CAPTURED", (names["fails"],))
+    monkeypatch.setattr(attempts, "MODEL", (names["fails"],))
     report = check()
     assert report.refused == "a mistake in cpcompile, KeyError: 'cat'"
     assert report.work_ratio == pytest.approx(4.0)
