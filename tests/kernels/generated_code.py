@@ -123,18 +123,23 @@ def _arguments(
     for index, node in zip(indices, nodes, strict=True):
         if index is not None:
             for dim, size in enumerate(node.get_size()):
-                sizes.setdefault(size, (index, dim))
+                sizes.setdefault(size, (index, dim, 1))
     found = [
-        sizes.get(node) if index is None else index
-        for index, node in zip(indices, nodes, strict=True)
+        (sizes.get(node) or _share(value, inputs)) if index is None else index
+        for index, node, value in zip(indices, nodes, values, strict=True)
     ]
-    other = [
-        x
-        for x, argument in zip(graph.graph_inputs, found, strict=True)
-        if argument is None
-    ]
-    assert not other, f"{other}: neither a tensor of make_inputs nor a size of one"
+    pairs = zip(graph.graph_inputs, found, strict=True)
+    other = [x for x, argument in pairs if argument is None]
+    assert not other, f"{other}: neither a tensor of make_inputs nor of a size of one"
     return tuple(x for x in found if x is not None)
+
+
+def _share(value: Any, inputs: list[Tensor]) -> Argument | None:
+    """Return the size that all ranks together have, of which one has `value`."""
+    places = ((i, dim) for i, x in enumerate(inputs) for dim in range(x.ndim))
+    sizes = ((i, dim, int(inputs[i].shape[dim])) for i, dim in places)
+    parts = ((i, dim, n // int(value)) for i, dim, n in sizes if not n % int(value))
+    return next(parts, None)
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:

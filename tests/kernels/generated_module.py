@@ -38,8 +38,9 @@ from triton.runtime.interpreter import ReduceOps, TensorHandle
 from tests.cpu.workers import PRELOADED, Pool
 from tests.kernels import interpreter
 
-# An input of the compiled function by its index, or one size of it: (index, dim).
-Argument = int | tuple[int, int]
+# An input of the compiled function by its index, or a part of one size of it, such as
+# the tokens of a rank: (index, dim, divisor).
+Argument = int | tuple[int, int, int]
 
 # Replaced operators, as they are written in the code: "cp.ring_shift.default".
 Replaced = Mapping[str, Callable[..., Any]]
@@ -120,7 +121,7 @@ def run(
     """
     tensors = [x.detach() for x in tensors_of(inputs)]
     arguments = [
-        tensors[x] if isinstance(x, int) else tensors[x[0]].shape[x[1]]
+        tensors[x] if isinstance(x, int) else tensors[x[0]].shape[x[1]] // x[2]
         for x in generated.arguments
     ]
     results = execute(generated.forward, arguments, replaced)
