@@ -285,9 +285,8 @@ def _product(order: TokenOrder, a: DTensor, b: DTensor, equation: str) -> DTenso
         # Of two that are cut, the smaller one is what the other needs of it.
         letter = cut[expected(a.numel()) < expected(b.numel())] or cut[0] or cut[1]
         named = ((a, of_a), (b, of_b))
-        cut_along = _shards(
-            x.placements[axis] for x, n in named if (letter or "-") in n
-        )
+        have = [x.placements[axis] for x, n in named if letter and letter in n]
+        cut_along = _shards(have)
         a, b = (
             _cut(order, x, axis, n.find(letter) if letter else -1, cut_along)
             for x, n in named

@@ -39,7 +39,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides, dtensor_of
-from cpcompile.ranks.other_axes import check_other_axes
+from cpcompile.ranks.parameter_meshes import check_other_axes
 from cpcompile.torch_private.distributed import (
     DTensorSpec,
     TensorMeta,
