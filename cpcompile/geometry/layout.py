@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -136,7 +136,7 @@ class TokenLayout:
     """The tokens of a sequence that each rank holds, in one of the layouts.
 
     See Note [Layouts]. `size` is the number of tokens of the first ranks: rank r holds
-    as many tokens as are at [r * size, (r + 1) * size).
+    as many tokens as are at [r * size, (r + 1) * size). A rank may be a tensor of some.
     """
 
     layout: Layout
@@ -149,23 +149,25 @@ class TokenLayout:
         """Make a layout with the token counts of `Chunks` and DTensor's `Shard`."""
         return cls(layout, length, ranks, Chunks(length, ranks).size)
 
-    def start(self, rank: int) -> int:
+    def start(self, rank: Any) -> Any:
         """Return the number of tokens of the ranks before `rank`."""
-        return min(rank * self.size, self.length)
+        if isinstance(rank, int):
+            return min(rank * self.size, self.length)
+        return (rank * self.size).clamp(max=self.length)
 
-    def count(self, rank: int) -> int:
+    def count(self, rank: Any) -> Any:
         """Return the number of tokens that `rank` holds."""
         return self.start(rank + 1) - self.start(rank)
 
-    def head(self, rank: int) -> int:
+    def head(self, rank: Any) -> Any:
         """Return, for zigzag, how many of its tokens are in the first half."""
         return (self.start(rank + 1) + 1) // 2 - (self.start(rank) + 1) // 2
 
-    def first(self, rank: int) -> int:
+    def first(self, rank: Any) -> Any:
         """Return, for zigzag, the position of the first token of `rank`."""
         return (self.start(rank) + 1) // 2
 
-    def tail(self, rank: int) -> int:
+    def tail(self, rank: Any) -> Any:
         """Return, for zigzag, the position of its first token in the second half."""
         return self.length - self.start(rank + 1) // 2
 
@@ -173,9 +175,15 @@ class TokenLayout:
         """Return the positions of the tokens of `rank`, ascending, int64 [count]."""
         import torch  # slow; plans are made without it
 
-        index = torch.arange(self.count(rank), device=device)
+        return self._position(rank, torch.arange(self.count(rank), device=device))
+
+    def _position(self, rank: Any, index: Tensor) -> Tensor:
+        """Return the position of the `index`-th token of a rank."""
+        import torch  # slow; plans are made without it
+
+        position: Tensor = index + self.start(rank)
         if self.layout is Layout.CONTIGUOUS:
-            return self.start(rank) + index
+            return position
         if self.layout is Layout.ZIGZAG:
             head = self.head(rank)
             tail = self.tail(rank) - head
@@ -183,11 +191,10 @@ class TokenLayout:
         # Round j has a token for each of the full ranks, and one more while there is.
         full = self.length // self.size if self.size else 0
         rest = self.length - full * self.size
-        before = index * full + index.clamp(max=rest)
         if self.layout is Layout.FOLD:
             last = full + (index < rest).to(torch.int64) - 1
-            return before + torch.where(index % 2 == 0, rank, last - rank)
-        return before + rank
+            rank = torch.where(index % 2 == 0, rank, last - rank)
+        return index * full + index.clamp(max=rest) + rank  # type: ignore[no-any-return]
 
     def permutation(self, device: device | None = None) -> Tensor:
         """Return the positions in the order of the ranks, int64 [length].
@@ -196,7 +203,10 @@ class TokenLayout:
         """
         import torch  # slow; plans are made without it
 
-        return torch.cat([self.positions(r, device) for r in range(self.ranks)])
+        place = torch.arange(self.length, device=device)
+        if self.layout is Layout.CONTIGUOUS or not self.length:
+            return place
+        return self._position(place // self.size, place % self.size)
 
     def inverse(self, device: device | None = None) -> Tensor:
         """Return where each position's token lies in the order of the ranks, int64."""
@@ -255,7 +265,8 @@ class BatchRows:
 
     def count(self, rank: int) -> int:
         """Return the number of rows of `rank`."""
-        return self.tokens.count(rank) * self.sequences
+        count: int = self.tokens.count(rank)
+        return count * self.sequences
 
     def permutation(self) -> Tensor:
         """Return the rows in the order of the ranks, int64 [length]."""

@@ -63,7 +63,18 @@ def sink_slices(graph: fx.Graph, ctx: Tiling) -> int:
 
 
 def sink(graph: fx.Graph, least: int) -> int:
-    """Cut values of `least` bytes or more before they are made; return how many."""
+    """Cut values of `least` bytes or more before they are made; return how many.
+
+    What picks tokens in an order is such a cut once it picks a part of them.
+    """
+    done, count = 0, 1
+    while count:
+        count = _sink(graph, least)
+        done += count
+    return done
+
+
+def _sink(graph: fx.Graph, least: int) -> int:
     all_cuts = [cut for x in graph.nodes if (cut := _cut(x, least)) is not None]
     read = Counter[tuple[fx.Node, int]]()
     for (value, dim, _), count in {

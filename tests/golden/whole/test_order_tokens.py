@@ -54,8 +54,8 @@ ring_attention_backward_5 = cp.ring_attention_backward(permute_46, transpose_16,
     transpose_16, transpose_16, getitem_48, getitem_49, sizes=[32, 32],
     spec='causal zigzag scale=0.5', group='0', bias_grad=False)
 all_reduce_3 = _c10d_functional.all_reduce(div_24, reduce_op='sum', group_name='0')
-all_reduce_4 = _c10d_functional.all_reduce(add_79, reduce_op='sum', group_name='0')
-all_reduce_5 = _c10d_functional.all_reduce(add_76, reduce_op='sum', group_name='0')""",
+all_reduce_4 = _c10d_functional.all_reduce(add_85, reduce_op='sum', group_name='0')
+all_reduce_5 = _c10d_functional.all_reduce(add_82, reduce_op='sum', group_name='0')""",
     )
 
 
@@ -67,12 +67,12 @@ def test_a_call_whose_tokens_meet_has_them_in_order(mesh):
     assert_golden(
         found.lines("cp.relayout(", "gather_into_tensor(", "cumsum("),
         """\
-relayout = cp.relayout(add_59, dim=1, length=32, source='zigzag', target='contiguous',
+relayout = cp.relayout(add_65, dim=1, length=32, source='zigzag', target='contiguous',
     group='0')
 all_gather_into_tensor_2 = _c10d_functional.all_gather_into_tensor(relayout,
     group_size=4, group_name='0')
-cumsum_4 = aten.cumsum(cat_4, dim=1)
-relayout_1 = cp.relayout(add_74, dim=1, length=32, source='zigzag', target='contiguous',
+cumsum_4 = aten.cumsum(cat_2, dim=1)
+relayout_1 = cp.relayout(add_83, dim=1, length=32, source='zigzag', target='contiguous',
     group='0')
 all_gather_into_tensor_3 = _c10d_functional.all_gather_into_tensor(relayout_1,
     group_size=4, group_name='0')
