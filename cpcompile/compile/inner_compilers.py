@@ -18,7 +18,7 @@ from cpcompile.passes.pipeline import JOINT, WHOLE, run_passes
 from cpcompile.passes.whole.edges import Edges
 from cpcompile.passes.whole.localise import WholeProgram
 from cpcompile.progress import phase
-from cpcompile.torch_patches import lost_writes, saved_values, tracing
+from cpcompile.torch_patches import saved_values, tracing
 from cpcompile.torch_private.dynamo import (
     aot_autograd,
     boxed_nop,
@@ -64,7 +64,6 @@ def compile_inner(
     with (
         traces_whole(edges),
         tracing.plain_means_replicated(),
-        lost_writes.LostWrites(),
         saved_values.chosen_by(choose),
         accounting.tracing(),
         # The backward is compiled here and now, under these settings, not when it runs.

@@ -43,8 +43,8 @@ class LatentAttention(nn.Module):
         if self.join == "cat":
             return torch.cat((nope, rope), -1), v
         k = nope.new_empty((*nope.shape[:-1], NOPE + ROPE))
-        k[..., :NOPE].copy_(nope)
-        k[..., NOPE:].copy_(rope)
+        k[..., :NOPE] = nope
+        k[..., NOPE:] = rope
         return k, v
 
     def forward(self, x):

@@ -14,6 +14,7 @@ that is read in between, writes under no_grad.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +23,14 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.geometry.lengths import is_same, is_symbol
+from cpcompile.torch_patches.tracing import plain_means_replicated
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.fake_tensors import enable_python_dispatcher
 
 from ...graph.calls import NEW_TENSORS, spelled
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
-from ...graph.nodes import all_graphs, fake_value, insert_call
-from .functionalise_writes import cp_write, value_of_call
+from ...graph.nodes import all_graphs, fake_mode_of, fake_value, insert_call
 
 
 @graph_pass()
@@ -46,7 +49,7 @@ def _join_all(graph: fx.Graph) -> int:
             continue
         if not value.is_floating_point() or not value.is_contiguous():
             continue
-        parts = _assigned(base, order) or _written(base)
+        parts = _assigned(base, order)
         if parts is None or not unrecorded.isdisjoint(parts.calls):
             continue  # what is written under no_grad has no gradient
         if _cover(parts, value):
@@ -71,14 +74,12 @@ def _under_no_grad(graph: fx.Graph) -> set[fx.Node]:
 class _Parts:
     """What is written into a new tensor.
 
-    dim: the dimension whose parts they are. last: after which all of it is written.
-    whole: the node that readers read then. calls: those that write, in order.
+    dim: the dimension whose parts they are. calls: those that write, in order.
     """
 
     dim: int
     parts: list[tuple[range, fx.Node]] = field(default_factory=list)
     calls: list[fx.Node] = field(default_factory=list)
-    whole: fx.Node | None = None
 
     def add(self, base: fx.Node, index: Any, source: Any) -> bool:
         """Note a write of `source` to base[index]; tell whether it is understood."""
@@ -124,7 +125,7 @@ def _cut(index: Any, value: Tensor) -> tuple[int, range] | None:
 
 def _assigned(base: fx.Node, order: dict[fx.Node, int]) -> _Parts | None:
     """Read base[index] = source, again and again, before anything else reads base."""
-    found = _Parts(0, whole=base)
+    found = _Parts(0)
     writes = [x for x in base.users if spelled(x) == "setitem" and x.args[0] is base]
     for write in writes:
         _, index, source = write.args
@@ -135,53 +136,6 @@ def _assigned(base: fx.Node, order: dict[fx.Node, int]) -> _Parts | None:
         return None
     found.calls = writes
     return found if writes else None
-
-
-def _written(base: fx.Node) -> _Parts | None:
-    """Read the writes through views that functionalise_writes has made."""
-    found, whole = _Parts(0), base
-    while True:
-        nexts = [x for x in whole.users if x.target is cp_write]
-        if not nexts:
-            break
-        if len(nexts) > 1 or len(nexts[0].args) != 3 or nexts[0].args[0] is not whole:
-            return None
-        (written,) = nexts
-        copied = _copied(whole, written)
-        if copied is None:
-            return None
-        view, source, calls = copied
-        if not found.add(whole, view.args[1], source):
-            return None
-        found.calls += [*calls, written]
-        whole = written
-    found.whole = whole
-    return found if whole is not base else None
-
-
-def _copied(
-    whole: fx.Node, written: fx.Node
-) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
-    """Return the view, what is copied there, and the calls of one such write.
-
-    written = cp_write(whole, copy_(clone(whole[index]), source), getitem)
-    """
-    clone: Any = written.args[1]
-    if spelled(clone) != "clone" or len(clone.args) != 1:
-        return None
-    (view,) = clone.args
-    copies = [x for x in clone.users if x is not written]
-    if spelled(view) != "getitem" or view.args[0] is not whole:
-        return None
-    if len(copies) != 1 or spelled(copies[0]) != "copy_" or copies[0].users:
-        return None
-    (copy,) = copies
-    if set(view.users) != {clone} or set(whole.users) != {view, written}:
-        return None
-    source = copy.args[1] if len(copy.args) > 1 else None
-    if copy.args[0] is not clone or not isinstance(source, fx.Node):
-        return None
-    return view, source, [view, clone, copy]
 
 
 def _cover(found: _Parts, value: Tensor) -> bool:
@@ -196,10 +150,9 @@ def _cover(found: _Parts, value: Tensor) -> bool:
 def _replace(found: _Parts, base: fx.Node) -> None:
     """Let readers read the joined parts, and erase the writes."""
     graph, dtype, after = base.graph, fake_value(base).dtype, found.calls[-1].next
-    assert found.whole is not None
 
     def call(target: Any, *args: Any) -> fx.Node:
-        value = value_of_call(graph, target, fx.map_arg(args, fake_value))
+        value = _value(graph, target, fx.map_arg(args, fake_value))
         with graph.inserting_before(after):
             return insert_call(graph, target, args, like=base, value=value)
 
@@ -213,10 +166,26 @@ def _replace(found: _Parts, base: fx.Node) -> None:
     else:
         stacked = call(torch.stack, parts, found.dim + 1)
         joined = call(torch.flatten, stacked, found.dim, found.dim + 1)
-    found.whole.replace_all_uses_with(
+    base.replace_all_uses_with(
         joined, delete_user_cb=lambda user: user not in found.calls
     )
     for node in reversed(found.calls):
         graph.erase_node(node)
     if not base.users:
         graph.erase_node(base)
+
+
+def _value(graph: fx.Graph, call: Callable[..., Any], args: Any) -> Any:
+    """Make a call on fake values of a graph, whose own history does not matter."""
+    with (
+        fake_mode_of(graph),
+        enable_python_dispatcher(),
+        torch.enable_grad(),
+        plain_means_replicated(),
+    ):
+        # Autograd refuses views that were made and written under no_grad.
+        return call(*pytree.tree_map_only(Tensor, _leaf, args))
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.requires_grad)

@@ -17,7 +17,6 @@ from tests.models.families.small_gpt import SmallGPT
 NAMES = [
     "inline_attention_modules",
     "number_rows",
-    "functionalise_writes",
     "join_parts",
     "decompose_flex_attention",
     "fold_attention_patterns",

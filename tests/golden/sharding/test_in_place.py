@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.golden.capture import capture_pass, changes, localised, warnings
-from tests.golden.golden_text import assert_golden, table
+from tests.golden.capture import localised, warnings
 
 SHARD = {"x": 1}
 
@@ -84,49 +83,6 @@ def test_a_write_gathers_nothing(mesh, caplog, fn):
     found = localised(lambda x: fn(x).cos().sum(), torch.randn(2, 16, 8), **given)
     assert "all_gather" not in found.text
     assert not warnings(caplog)
-
-
-def test_writes_that_others_read(mesh):
-    texts = {}
-    for fn in (write_to_an_alias, write_parts, write_a_result):
-        x = torch.randn(2, 16, 8)
-        step = capture_pass("functionalise_writes", fn, x, mesh=mesh, shard=SHARD)
-        assert step.rewrites == 1
-        texts[fn.__name__] = changes(step)
-    assert_golden(
-        table(texts),
-        """\
-write_to_an_alias:
-  + clone = clone(first)
-  ~ add_: first -> clone
-  + cp_write = cp_write(y, clone, getitem)
-  ~ mul: y -> cp_write
-write_parts:
-  + clone = clone(getitem_1)
-  ~ copy_: getitem_1 -> clone
-  + cp_write = cp_write(y, clone, getitem)
-  ~ scaled_dot_product_attention: y -> cp_write
-write_a_result:
-  + add_2 = add(y, 1)
-  + copy_ = .copy_(memory, add_2)
-  ~ mul: result -> copy_
-  - add""",
-    )
-
-
-def left_alone(x, labels):
-    """The twins: of whole numbers, and of memory that nothing else reads later."""
-    moved = labels.new_zeros(labels.shape)
-    moved[:, 1:] = labels[:, :-1]
-    return write_what_no_other_reads_later(x), moved
-
-
-def test_other_writes_stay(mesh):
-    args = torch.randn(2, 16, 8), torch.randint(8, (2, 16))
-    step = capture_pass(
-        "functionalise_writes", left_alone, *args, mesh=mesh, shard=SHARD
-    )
-    assert step.rewrites == 0 and not step.changed
 
 
 @torch.library.custom_op("cp_in_place::fill", mutates_args={"out"})

@@ -47,13 +47,6 @@ def y_of(index):
     return lambda x, y: y[index]
 
 
-def by_methods(x, y):
-    new = x.new_empty(x.shape)
-    new[..., 3:].copy_(y[..., 3:])
-    new[..., :3].copy_(x[..., :3])
-    return new
-
-
 ODD, EVEN, HALF = at[..., 1::2], at[..., ::2], at[..., :4]
 interleaved = of((ODD, y_of(HALF)), (EVEN, x_of(HALF)), make=torch.zeros_like)
 FORMS = {
@@ -72,18 +65,6 @@ def of_a_later_one(x, y):
     new[..., :3] = part
     new[..., 3:] = y[..., 3:]
     return new
-
-
-def test_parts_by_methods(mesh):
-    step = joined(by_methods, mesh)
-    assert step.rewrites == 1
-    assert_golden(
-        changes(step),
-        """\
-+ cat = cat([getitem_3, getitem_1], 2)
-~ unflatten_1: cp_write_1 -> cat
-- new_empty, getitem, clone, copy_, cp_write, getitem, clone, copy_, cp_write""",
-    )
 
 
 def test_a_part_that_is_made_of_parts(mesh):
