@@ -31,10 +31,6 @@ _TUPLES = {
 }
 # In no tuple: where they stand instead.
 _BESIDE = {
-    "gather_graph": (
-        "model/sharding/gather_graph.py",
-        "the fallback for a graph that cannot be sharded, with `strict=False`",
-    ),
     "save_by_budget": (
         "joint/saving/save_by_budget.py",
         "in the place where AOTAutograd's partitioner chooses what the forward saves",

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import Replicate
 
 from cpcompile.compile.assembly import CompiledCallable, assemble
 from cpcompile.compile.capture import captured
@@ -17,23 +19,24 @@ from cpcompile.errors import (
     DropoutError,
     InputError,
     OptionError,
+    RewriteError,
     RingOverlapError,
 )
 from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.changing_floats import begin_anew_without_floats
-from cpcompile.frontend.inputs import classify_inputs, given_layout
+from cpcompile.frontend.inputs import GATHERED, classify_inputs, given_layout
 from cpcompile.frontend.reducers import gradient_contracts
 from cpcompile.frontend.request import Request
 from cpcompile.frontend.symbolic_sizes import specialize_sizes
 from cpcompile.frontend.tokens_per_rank import TokensPerRank
 from cpcompile.logs import warn_unsharded
-from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.context import Context, OutputPlacement
 from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.graph.graph_pass import PassRun
+from cpcompile.passes.graph.nodes import fake_value, output_nodes
 from cpcompile.passes.joint.tiling.tiling_options import least_in_tiles
 from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.masks.constant_buffers import without_changing
-from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from cpcompile.passes.model.sharding.program_outputs import gather_limit
 from cpcompile.passes.pipeline import MODEL, run_passes
 from cpcompile.ranks.agreement import (
@@ -169,8 +172,20 @@ class Attempts:
         ctx.findings.calls = [
             dataclasses.replace(call, unsupported=why) for call in ctx.findings.calls
         ]
-        gather_graph(gm.graph, ctx)
-        gm.recompile()
+        for node, graph_input in ctx.inputs.items():
+            if graph_input.chunks is not None:
+                raise RewriteError(
+                    f"{node.name} is this rank's chunk of the tokens, of which tensor "
+                    "parallelism has another on each rank, and the graph cannot be "
+                    "sharded; needed options={'strict': True}, which says why"
+                )
+        ctx.leave_other_axes()
+        gathers = any(x.kind in GATHERED for x in ctx.inputs.values())
+        whole = OutputPlacement((Replicate(),) * ctx.mesh.ndim, None, None)
+        ctx.findings.outputs = [
+            whole if gathers and isinstance(fake_value(x), Tensor) else None
+            for x in output_nodes(gm.graph)
+        ]
         return self._assembled(gm, ctx, self.example_inputs, ())
 
     def _sharded(

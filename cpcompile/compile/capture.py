@@ -22,6 +22,7 @@ from cpcompile.passes.graph.memory_order import memory_order
 from cpcompile.passes.whole.edges import Edges
 from cpcompile.passes.whole.other_axes import enter_other_axes, moves_are_calls
 from cpcompile.passes.whole.parameter_calls import settle_gradients
+from cpcompile.passes.whole.sequence_mesh import drop_mesh_changes
 from cpcompile.torch_private.dynamo import functorch_config
 from cpcompile.torch_private.operators import get_decompositions
 
@@ -33,10 +34,11 @@ def captured(graph: fx.Graph, ctx: Context) -> None:
 
     All ranks call this.
 
-    Raises: RankMismatchError.
+    Raises: RankMismatchError; RewriteError for a rank's part of a tensor.
     """
     # They decide how often `localise` has the ranks meet.
     ctx.compare(ctx.plan_texts())
+    drop_mesh_changes(graph, ctx)
     settle_gradients(graph, ctx)
     enter_other_axes(graph, ctx)
 

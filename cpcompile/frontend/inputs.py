@@ -8,7 +8,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cpcompile.accounting.counted_calls import line_of
 from cpcompile.accounting.graph_account import Line
@@ -32,9 +32,12 @@ from cpcompile.passes.graph.context import (
 from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import fake_value, plain_fake, whole_value
 from cpcompile.ranks.layout_marks import is_marked, layout_of, layouts_in_use
-from cpcompile.ranks.shardings import check_dim
+from cpcompile.ranks.shardings import check_dim, unshard
 from cpcompile.ranks.stand_ins import chunks_of, stands_for
 from cpcompile.torch_patches.in_flight import arrived
+
+GATHERED = (InputKind.DTENSOR, InputKind.KEPT)
+"""Inputs that are gathered before a graph that every rank runs in whole."""
 
 
 def classify_inputs(
@@ -214,14 +217,23 @@ def local_value(x: Any, graph_input: GraphInput) -> Any:
     return x.to_local(grad_placements=[Partial()] * len(graph_input.placements))
 
 
+def gathered_value(x: Any, graph_input: GraphInput) -> Any:
+    """Return what enters a program that every rank runs in whole; differentiable."""
+    if graph_input.kind in GATHERED:
+        return unshard(stands_for(x))
+    return local_value(x, graph_input)
+
+
+def write_back(x: DTensor, whole: Tensor) -> None:
+    """Put this rank's part of what a program wrote into a whole tensor into `x`."""
+    everywhere = [Replicate()] * x.device_mesh.ndim
+    new = DTensor.from_local(whole, x.device_mesh, everywhere, run_check=False)
+    with torch.no_grad():
+        x.copy_(new.redistribute(placements=x.placements))
+
+
 def whole_example(node: fx.Node) -> Tensor:
     """Return the fake value of the whole of a DTensor input."""
     value = fake_value(node)
     whole: Tensor = plain_fake(value)
     return whole.requires_grad_(value.requires_grad)
-
-
-def local_example(node: fx.Node) -> Tensor:
-    """Return the fake value that is compiled for the local part of a DTensor input."""
-    local: Tensor = fake_value(node)
-    return local.detach().requires_grad_(local.requires_grad)

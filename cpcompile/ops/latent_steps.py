@@ -3,7 +3,7 @@
     w1 = latent_keys(latent, "gather")  ->  k1 = up(w1)  ->  k = latent_keys(k1, "keys")
 
 It has no effect on the whole sequence; what it means on ranks is in
-passes/whole/latent_rules.py. The gradient of a step is the step back.
+passes/whole/shared_mixer_rules.py. The gradient of a step is the step back.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.nodes import all_nodes, fake_value, where
 from cpcompile.passes.graph.rule_to_write import rule_to_write
 from cpcompile.passes.model.patterns.unmatched import NOT_KNOWN, is_product
-from cpcompile.passes.model.sharding.gathered_calls import LEAST_BYTES, LEAST_PART
 from cpcompile.reporting.graph_report import GraphReport
 from cpcompile.reporting.ways_out import (
     CALL_IT,
@@ -46,6 +45,9 @@ from cpcompile.torch_patches.graph_breaks import (
 MOST_WORK = 1.2
 """Work of all ranks together over one device's; more is a reason for a warning."""
 _NAMED = 5  # lines
+LEAST_BYTES, LEAST_PART = 2**20, 0.01
+"""A line below either limit is not worth a word: this number of bytes, and this part of
+the work, or of all bytes that a rank receives."""
 # By process group: lengths of the sequences that attention calls had in any graph.
 _attended: dict[str, set[int]] = {}
 _SAMPLES = 2  # dimensions of values that have no sequence: samples and channels

@@ -16,17 +16,19 @@ class MeshChange(Enum):
     FROM_LOCAL = "from_local"
     REDISTRIBUTE = "redistribute"
     TO_LOCAL = "to_local"
+    FULL_TENSOR = "full_tensor"
+
+
+_METHODS = [x.value for x in MeshChange if x is not MeshChange.FROM_LOCAL]
 
 
 def mesh_change(node: fx.Node) -> MeshChange | None:
     """Return which MeshChange a node makes; None for any other node."""
     if node.target is DTensor.from_local:
         return MeshChange.FROM_LOCAL
-    if node.op != "call_method":
+    if node.op != "call_method" or node.target not in _METHODS:
         return None
-    if node.target == "redistribute":
-        return MeshChange.REDISTRIBUTE
-    return MeshChange.TO_LOCAL if node.target == "to_local" else None
+    return MeshChange(node.target)
 
 
 def local_source(node: fx.Node) -> fx.Node | None:

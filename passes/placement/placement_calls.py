@@ -11,62 +11,20 @@ summed over the ranks there. So every plain input gets the complete gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
 from cpcompile.ops.mixers.mixer_call import MixerCall
 from cpcompile.ops.mixers.state_passing import in_parts
-from cpcompile.torch_private.fake_tensors import is_traceable_wrapper_subclass
 
 from ..graph.constant_arguments import MeshAxis
-from .edge_gradients import UnreducedGradient
-from .laid_out import gather_tokens
 
 
 def cp_replicate(x: Tensor, cp_axis: MeshAxis) -> DTensor:
-    """Make a plain tensor Replicate; see Note [Gradients of replicated tensors].
-
-    The parts of a tensor of a class of its own are made so, since its calls are theirs.
-    """
-    if is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor):
-        return _ReplicatedParts.apply(x, cp_axis)
+    """Make a plain tensor Replicate; see Note [Gradients of replicated tensors]."""
     everywhere = (Replicate(),) * cp_axis.mesh.ndim
     return DTensor.from_local(x, cp_axis.mesh, everywhere, run_check=False)
-
-
-class _ReplicatedParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, cp_axis: MeshAxis) -> Any:
-        return _changed(x, lambda part: cp_replicate(part, cp_axis))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        if isinstance(grad, DTensor):
-            return grad.full_tensor(), None
-        return _changed(grad, DTensor.full_tensor), None
-
-
-def _changed(x: Any, change: Callable[[Any], Tensor]) -> Any:
-    """Return a tensor of a class of its own, made of changed parts."""
-    names, others = x.__tensor_flatten__()
-    parts = {name: change(getattr(x, name)) for name in names}
-    return type(x).__tensor_unflatten__(parts, others, x.shape, x.stride())
-
-
-def cp_unreduced(x: Tensor, cp_axis: MeshAxis, factor: int = 1) -> DTensor:
-    """Make a plain tensor Replicate.
-
-    Its gradient is `factor` times this rank's summand.
-    """
-    axes = tuple(range(cp_axis.mesh.ndim))
-    everywhere = (Replicate(),) * cp_axis.mesh.ndim
-    return UnreducedGradient.apply(x, cp_axis.mesh, everywhere, axes, factor, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def cp_mixed_in_parts(
@@ -101,31 +59,3 @@ def cp_mixed_in_parts(
             placements[cp_axis.axis] = Shard(tokens[name])  # type: ignore[call-overload]
         results.append(dtensor_of(part, cp_axis.mesh, placements, shape))
     return results
-
-
-def cp_from_local(
-    x: Tensor,
-    cp_axis: MeshAxis,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...] | None,
-    stride: tuple[int, ...] | None,
-) -> DTensor:
-    """Turn the local tensor of a DTensor input into that DTensor.
-
-    shape and stride are None where all shards are equal.
-    """
-    size = None if shape is None else torch.Size(shape)
-    return DTensor.from_local(
-        x, cp_axis.mesh, placements, run_check=False, shape=size, stride=stride
-    )
-
-
-def cp_gather(x: DTensor) -> Tensor:
-    """Gather a DTensor as a plain tensor."""
-    return x.full_tensor()
-
-
-def cp_gather_tokens(x: DTensor, cp_axis: MeshAxis, tokens: int, layout: str) -> Tensor:
-    """Gather a DTensor whose tokens lie in a layout as plain, in natural order."""
-    token_layout = TokenLayout.of(Layout(layout), tokens, cp_axis.size)
-    return gather_tokens(x, cp_axis.axis, token_layout)

@@ -21,10 +21,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.geometry.lengths import expected, is_symbol
-from cpcompile.ops.dtensor.local_part import dtensor_of, local_part
+from cpcompile.ops.dtensor.local_part import dtensor_of
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensorMode, disable_current_modes
 from cpcompile.torch_private.operators import generic_associative_scan
@@ -65,11 +65,8 @@ def cp_scan(
         ):
             raise EntriesMeet("a size of a step is a symbol")
     placements, results = scan.placed(operands, mesh)
-    is_split = [
-        any(x.placements[axis].is_shard() for x in results) for axis in range(mesh.ndim)
-    ]
     own = [
-        _own(x, p, is_split) if isinstance(x, DTensor) else x
+        x if p is None else x.redistribute(placements=p)._local_tensor
         for x, p in zip(operands, placements, strict=True)
     ]
     for i in range(carried):
@@ -78,8 +75,7 @@ def cp_scan(
     wrapped: list[Tensor] = []
     for i, (x, like) in enumerate(zip(scan.run(own), results, strict=True)):
         if i < carried:
-            local = _CompactGradient.apply(x)  # type: ignore[no-untyped-call]
-            wrapped.append(dtensor_of(local, mesh, like.placements, like.shape))
+            wrapped.append(dtensor_of(x, mesh, like.placements, like.shape))
         else:
             placed, shape = _moved(like.placements, 1), (steps, *like.shape)
             wrapped.append(dtensor_of(x.contiguous(), mesh, placed, shape))
@@ -110,18 +106,6 @@ def joined_operands(node: fx.Node) -> Sequence[fx.Node]:
 def _compact(x: Tensor) -> Tensor:
     """Copy x; torch compares strides of what enters a step and leaves it, even of 1."""
     return x.clone(memory_format=torch.contiguous_format)
-
-
-class _CompactGradient(torch.autograd.Function):
-    """Hand on what was carried; its gradient enters the first step backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _compact(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _compact(grads[0])
 
 
 @dataclass(frozen=True)
@@ -174,10 +158,6 @@ class Scan:
             kept = [_moved(p or (), -1) for p in placements[: self.scanned]]
         if cut or cuts_inside or kept != [x.placements for x in results[: len(kept)]]:
             raise EntriesMeet(_APART)
-        graded = [x for x in results if x.is_floating_point() or x.is_complex()]
-        for axis in range(mesh.ndim):  # else ranks would count a gradient each
-            if len({x.placements[axis].is_shard() for x in graded}) > 1:
-                raise EntriesMeet("some results are split, and others are not")
         self._one_step(operands, placements, mesh, is_final=True)
         return placements, results
 
@@ -258,16 +238,6 @@ def _shapes(x: Any) -> list[Any]:
     return [
         tuple(y.shape) if isinstance(y, Tensor) else y for y in pytree.tree_leaves(x)
     ]
-
-
-def _own(x: DTensor, placements: _Placements | None, is_split: list[bool]) -> Tensor:
-    """Return a rank's part of an operand; of what is whole its gradient is a sum."""
-    assert placements is not None
-    gradient = [
-        Partial() if split and p.is_replicate() else p
-        for p, split in zip(placements, is_split, strict=True)
-    ]
-    return local_part(x.redistribute(placements=placements), gradient)
 
 
 def _without_data(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.geometry import token_pieces
 from cpcompile.geometry.layout import Layout, leaves_ranks_empty
@@ -30,7 +30,6 @@ from cpcompile.ops.comm.moved_tokens import WHOLE
 from cpcompile.ops.dtensor.local_part import (
     contiguous_strides,
     dtensor_of,
-    local_part,
 )
 from cpcompile.torch_private.distributed import StridedShard, TensorMeta
 
@@ -180,21 +179,12 @@ def are_few(tokens: Size, ranks: int) -> bool:
 
 
 def _local(x: DTensor, like: DTensor, cp_axis: MeshAxis, dim: int) -> Tensor:
-    """Return this rank's part of a source.
-
-    Of a source that every rank has in whole, each rank reads what its own tokens need:
-    its gradient is a sum over the ranks.
-    """
+    """Return this rank's part of a source, or all of one that every rank has."""
     placements: list[Placement] = list(like.placements)
-    grads: list[Placement] = list(like.placements)
+    placements[cp_axis.axis] = Replicate()
     if _is_split(x, cp_axis, dim):
-        placements[cp_axis.axis] = grads[cp_axis.axis] = x.placements[cp_axis.axis]
-    else:
-        placements[cp_axis.axis] = Replicate()
-        grads[cp_axis.axis] = Partial()
-    if tuple(placements) != x.placements:
-        x = x.redistribute(placements=placements)
-    return local_part(x, grads)
+        placements[cp_axis.axis] = x.placements[cp_axis.axis]
+    return x.redistribute(placements=placements)._local_tensor
 
 
 def _is_split(x: Tensor, cp_axis: MeshAxis, dim: int) -> bool:

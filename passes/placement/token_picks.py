@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from cpcompile.geometry.layout import BatchRows, Layout, TokenLayout
 from cpcompile.geometry.token_pieces import sliced
-from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.torch_private.distributed import StridedShard
 
 from ..graph.constant_arguments import MeshAxis
@@ -97,7 +96,7 @@ def _own(
     # torch looks at the bounds, and counts negative numbers from the end.
     flat = whole.reshape(-1).long()  # torch gathers by other integers, too
     owner, place = (n.reshape(whole.shape) for n in tokens.places(flat))
-    local = local_part(x)
+    local = x._local_tensor
     if count == 0:  # ranks make the same calls
         local = F.pad(local, (0, 0) * (x.ndim - 1 - dim) + (0, 1))
     valid = owner == rank

@@ -30,14 +30,13 @@ from .data_indices import index_rules
 from .few_tokens import PICKS, PUTS, pick_rules
 from .flattened_rows import by_rows_of_batch
 from .keep_products import PRODUCT, product_rules
-from .latent_rules import latent_step
 from .other_axes import MOVE, moved
 from .parameter_calls import parameter_rules
 from .reduced_tokens import RULES as REDUCTIONS
 from .reduced_tokens import summed
 from .row_programs import row_rules
 from .sequence_moves import move_rules
-from .shared_mixer_rules import shared_mixer_rules
+from .shared_mixer_rules import latent_step, shared_mixer_rules
 from .token_order import TokenOrder
 from .uneven_views import viewed
 from .window_rules import window_rules

@@ -129,7 +129,7 @@ class EdgeValues(LocalValues):
 
     def _enter_gradient(self, node: fx.Node, place: int) -> None:
         result = self._result_at(place)
-        placements = self.edges.leaves(place, result, self.values[result])
+        placements = self.edges.leaves(place, self.values[result])
         self.edges.leaves_chunks(place, self.chunks.get(result))
         whole = replicated(node.meta["val"], self.ctx.mesh)
         given = self._given(node, whole, placements)
@@ -166,7 +166,7 @@ class EdgeValues(LocalValues):
             return x if x.op == "placeholder" else value.node.maybe_as_int()
         place, known = self.edges.place(note), self.edges.gradient(note)
         if place is not None:
-            placements = self.edges.leaves(place, x, value)
+            placements = self.edges.leaves(place, value)
         if not isinstance(value, DTensor):
             return self.local[x]
         laid_out = result_vertex(place, number) in self.order.laid_out

@@ -53,17 +53,20 @@ class Edges:
     """The edges of one graph.
 
     inputs: of Dynamo's graph, in order. parameters: their places.
-    count: of results. results: by place, how each leaves; None if whole.
+    names: of results, as the model has them. results: by place, how each leaves; None
+    if whole.
     chunks: by place, those of which a result leaves.
+    plain: results that are none of the user's DTensors, where tokens are.
     outcomes: one, when the graph is that of a rank.
     """
 
     ctx: Context
     inputs: Sequence[GraphInput]
     parameters: frozenset[int]
-    count: int
+    names: Sequence[str]
     results: dict[int, OutputPlacement | None] = field(default_factory=dict)
     chunks: dict[int, Chunks] = field(default_factory=dict)
+    plain: frozenset[int] = frozenset()
     outcomes: list[Outcome] = field(default_factory=list)
 
     def key(self) -> str:
@@ -73,7 +76,8 @@ class Edges:
         limits = ctx.gather_limit, ctx.later_bytes, ctx.keeps_layout, ctx.strict
         asked = ctx.strategy, ctx.layout, ctx.memory_budget, ctx.tie_fraction
         return (
-            f"{self.inputs} {self.parameters} {self.count} {findings.outputs} {later} "
+            f"{self.inputs} {self.parameters} {self.names} {sorted(self.plain)} "
+            f"{findings.outputs} {later} "
             f"{ctx.axis} {limits} {asked} {ctx.profile} {ctx.plan_texts()} "
             f"{list(findings.balanced_plans.values())}"
         )
@@ -121,13 +125,11 @@ class Edges:
             return None
         return getattr(desc.output, "idx", None)
 
-    def leaves(self, place: int, node: fx.Node, value: Any) -> Placements:
+    def leaves(self, place: int, value: Any) -> Placements:
         """Decide how a result leaves; return its placements."""
         if place not in self.results:
             is_others = self.ctx.findings.outputs[place] is not None
-            self.results[place] = (
-                None if is_others else self._leaves(place, node, value)
-            )
+            self.results[place] = None if is_others else self._leaves(place, value)
         known = self.results[place]
         return self.everywhere if known is None else known.placements
 
@@ -143,16 +145,16 @@ class Edges:
         assert known is not None, "it leaves as a shard"
         self.results[place] = replace(known, layout=layout)
 
-    def _leaves(self, place: int, node: fx.Node, value: Any) -> OutputPlacement | None:
-        if not isinstance(value, DTensor):
+    def _leaves(self, place: int, value: Any) -> OutputPlacement | None:
+        if not isinstance(value, DTensor) or place in self.plain:
             return None
         ctx, shards = self.ctx, any(hasattr(p, "dim") for p in value.placements)
         later = place in [x.number for x in ctx.findings.later_results]
         if not (ctx.takes_dtensors or ctx.keeps_layout or later):
             if not shards:
                 return None
-            if is_gathered(node, value, ctx):
-                name = f"{node.name} {list(value.shape)}"
+            name = f"{self.names[place]} {list(value.shape)}"
+            if is_gathered(name, value, ctx):
                 ctx.findings.gathered_results.append(name)
                 return None
         placements = tuple(

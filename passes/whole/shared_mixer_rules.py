@@ -1,4 +1,13 @@
-"""Mixers that ranks share: tokens exchanged for heads, and states that are passed."""
+"""Mixers that ranks share, and the steps of attention on latents.
+
+Tokens are exchanged for heads, or states are passed. Steps of cp_whole::latent_keys:
+
+    gather: DTensor -> the whole, as a plain tensor       sum: plain -> DTensor, Partial
+    keys: plain -> DTensor, Replicate       summand: DTensor, Partial -> plain
+
+Between them calls run on plain tensors, as on one device: forward on the same numbers
+on every rank, backward each on its summand of the gradient.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +16,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cpcompile.ops.dtensor.local_part import dtensor_of
-from cpcompile.ops.shared_mixers import (
-    ALL,
-    IN_PARTS,
-    IN_PARTS_BACKWARD,
-    SPLIT_ALONG,
-)
+from cpcompile.ops.latent_steps import LatentStep
+from cpcompile.ops.shared_mixers import ALL, IN_PARTS, IN_PARTS_BACKWARD, SPLIT_ALONG
 
 from ..graph.constant_arguments import GraphArgument, MeshAxis
 from ..placement.placement_calls import cp_mixed_in_parts, cp_replicate
 from ..placement.scan_calls import SCAN, cp_scan
+from .edges import share_of
 
 
 def shared_mixer_rules(cp_axis: MeshAxis) -> dict[Any, Callable[..., Any]]:
@@ -92,3 +99,20 @@ def _scan(
 
 def _distributed(cp_axis: MeshAxis, tensors: Sequence[Any]) -> list[DTensor]:
     return [x if isinstance(x, DTensor) else cp_replicate(x, cp_axis) for x in tensors]
+
+
+def latent_step(cp_axis: MeshAxis, x: Any, step: str) -> Tensor:
+    """Take a step."""
+    mesh = cp_axis.mesh
+    if step in (LatentStep.GATHER, LatentStep.SUMMAND):
+        if not isinstance(x, DTensor):
+            assert step == LatentStep.GATHER, "what attention reads is on the mesh"
+            return x  # type: ignore[no-any-return]
+        everywhere = [Replicate()] * mesh.ndim
+        is_sum = step == LatentStep.SUMMAND
+        mine = share_of(x, 1) if is_sum else x.redistribute(placements=everywhere)
+        return mine._local_tensor
+    if isinstance(x, DTensor):
+        return x
+    placement = Partial() if step == LatentStep.SUM else Replicate()
+    return DTensor.from_local(x, mesh, [placement] * mesh.ndim, run_check=False)

@@ -25,7 +25,6 @@ from cpcompile.ops.dtensor.local_part import dtensor_of
 
 from ..graph.constant_arguments import MeshAxis
 from ..graph.sequence_tokens import TokenDim, token_dim
-from ..placement.laid_out import pick_tokens
 
 Vertex = Any
 """A node, or a part of one, whose operands and results are in one order."""
@@ -99,3 +98,10 @@ def relaid(x: DTensor, dim: int, source: Layout, target: Layout, group: str) -> 
     how = dim, x.shape[dim], source.value, target.value, group
     moved: DTensor = torch.ops.cp.relayout(x, *how)
     return moved
+
+
+def pick_tokens(x: Tensor, dim: int, outer: int, length: int, index: Tensor) -> Tensor:
+    """Pick tokens of a plain tensor whose `dim` is [outer, length, inner], by index."""
+    split = x.unflatten(dim, (outer, length, x.shape[dim] // (outer * length)))
+    picked: Tensor = split.index_select(dim + 1, index)
+    return torch.flatten(picked, dim, dim + 2)

@@ -91,10 +91,9 @@ def _of_shard(
     found = next(((a, b) for a, b in pairs if p.dim in a), None)
     if found is None or found[0][0] != p.dim:
         return None
-    (dim, target), (joined, parts) = (
-        (found[0][0], found[1][0]),
-        ([x.shape[d] for d in found[0]], [sizes[d] for d in found[1]]),
-    )
+    made = [d for d in found[1] if not is_same(sizes[d], 1)] or found[1]
+    dim, target = found[0][0], made[0]
+    joined, parts = [x.shape[d] for d in found[0]], [sizes[d] for d in made]
     uneven = [len(n) > 1 and n[0] % ranks != 0 for n in (joined, parts)]
     if not any(uneven) or are_few(joined[0], ranks) or are_few(parts[0], ranks):
         return None

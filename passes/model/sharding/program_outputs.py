@@ -74,8 +74,8 @@ def gather_limit(gm: fx.GraphModule, megabytes: float | None) -> float:
     return megabytes * 2**20
 
 
-def is_gathered(result: fx.Node, value: Tensor, ctx: Context) -> bool:
-    """Tell whether a sharded result leaves as a plain tensor.
+def is_gathered(name: str, value: Tensor, ctx: Context) -> bool:
+    """Tell whether a sharded result leaves as a plain tensor; `name` has its shape.
 
     The result is that of a call with plain inputs. One that is too large is named in a
     warning, unless nothing is to be gathered.
@@ -85,10 +85,10 @@ def is_gathered(result: fx.Node, value: Tensor, ctx: Context) -> bool:
         return True
     if ctx.gather_limit > 0:
         warn_once(
-            f"result {result.name} {list(value.shape)} has {size / 2**20:.0f} MiB: it "
-            "stays sharded, as a DTensor. cp.unshard(it), called on every rank, "
-            "gathers it; cpcompile.config.outputs names the results that are needed, "
-            "so that others are not made; results of up to "
+            f"result {name} has {size / 2**20:.0f} MiB: it stays sharded, as a "
+            "DTensor. cp.unshard(it), called on every rank, gathers it; "
+            "cpcompile.config.outputs names the results that are needed, so that "
+            "others are not made; results of up to "
             "cpcompile.config.gather_outputs_megabytes are gathered"
         )
     return False

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cpcompile as cp
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
@@ -30,7 +31,6 @@ def heads(x: Tensor) -> Tensor:
 
 
 def out(x):
-    """Several tensors are written to; one is made functional (copy_into_out.py)."""
     largest = x.new_empty(x.shape[:-1])
     places = torch.empty_like(largest, dtype=torch.long)
     torch.max(x.detach(), -1, out=(largest, places))
@@ -68,9 +68,9 @@ def results_of_unknown_size(x):
     return x * x[x > 0.5].mean().sigmoid()
 
 
-REFUSED = (out, second_argument, attention_in_vmap, every_weight_dropped)
-OTHERS = (two_masks, results_of_unknown_size)
-"""What torch itself breaks a graph for; strict may run it or refuse it."""
+REFUSED = (attention_in_vmap, every_weight_dropped)
+OTHERS = (out, second_argument, two_masks, results_of_unknown_size)
+"""Strict may run them or refuse them: torch breaks a graph there, or writes."""
 
 
 class Model(nn.Module):
@@ -112,8 +112,9 @@ def test_whatever_runs_runs(part):
     check(found)
 
 
+@pytest.mark.parametrize("settings", [{}, {"memory_budget": 1}], ids=["", "whole"])
 @on_ranks(2)
-def test_a_cache_that_is_written_in_part():
+def test_a_cache_that_is_written_in_part(settings):
     """A write into a part of a cache that is sharded along its tokens."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -129,8 +130,10 @@ def test_a_cache_that_is_written_in_part():
     want = decode(want_cache, k)
     given = cp.shard(cache, mesh, 2)
     options = {"inner": "aot_eager", "strict": False}
-    with torch.no_grad():
+    with torch.no_grad(), cp.config.patch(settings), recording() as reports:
         got = torch.compile(decode, backend="cp", options=options)(given, k)
+    (report,) = reports
+    assert bool([x for x in report.calls if x.plan]) is not bool(settings)
     whole = got.full_tensor() if hasattr(got, "full_tensor") else got
     error = (whole - want).abs().max()
     of_cache = (given.full_tensor() - want_cache).abs().max()

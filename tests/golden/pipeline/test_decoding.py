@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard, zeros
 
-from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from tests.golden.capture import capture, fake_mesh, localised
 from tests.golden.golden_text import assert_golden, bare_calls, lines_with, table
 
@@ -130,22 +129,6 @@ def all_of_it(x, keys, position):
     q = x.unflatten(-1, (2, 4)).transpose(1, 2)
     keys.copy_(torch.cat([keys[:, :, 1:], q], 2))
     return F.scaled_dot_product_attention(q, keys, keys)
-
-
-def test_unsharded_programs_write_back(mesh):
-    """The caller's part of the cache gets what was written to the whole one."""
-    x, position = torch.randn(1, 1, 8), torch.arange(1)
-    arguments = (x, new_cache(mesh), position)
-    found = capture(in_heads, *arguments, mesh=mesh, passes=(gather_graph,))
-    text = found.lines("cp_gather", "write_back")
-    assert_golden(
-        bare_calls(text),
-        """\
-cp_gather = cp_gather(cp_from_local)
-setitem = setitem(cp_gather, (:, 0), getitem)
-scaled_dot_product_attention = scaled_dot_product_attention(q, cp_gather, cp_gather)
-cp_write_back = cp_write_back(cp_from_local, cp_gather)""",
-    )
 
 
 def through_a_view(x, keys, position):

@@ -10,9 +10,8 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redistribute
 
 import cpcompile.backend  # noqa: F401  fixes them
-from cpcompile.passes.placement.edge_gradients import (
-    UnreducedGradient,
-)
+from cpcompile.passes.graph.constant_arguments import MeshAxis
+from cpcompile.passes.whole.leave_for_later import cp_unreduced
 from cpcompile.torch_patches import redistribute_plans
 from tests.golden.capture import fake_mesh
 from tests.support.bounds import assert_close, assert_equal
@@ -203,6 +202,6 @@ def test_redistribution(mesh):
 def test_unreduced_gradients(mesh):
     x, y = (torch.ones(4, requires_grad=True) for _ in range(2))
     whole = (Replicate(),)
-    second = UnreducedGradient.apply(y, mesh, whole, (0,), 1, None)
+    second = cp_unreduced(y, MeshAxis(mesh, 0))
     FirstAlone.apply(DTensor.from_local(x, mesh, whole), second).sum().backward()
     assert x.grad is not None and y.grad is None
