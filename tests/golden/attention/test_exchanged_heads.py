@@ -9,28 +9,6 @@ from tests.golden.golden_text import assert_golden, lines_with
 from tests.golden.ring_graphs import brief, expand, text, traced
 
 
-def test_ulysses():
-    """Rank 1 of 2: each has one of two query heads, and the one key head."""
-    assert_golden(
-        brief(*traced(strategy="ulysses", kv_heads=1)),
-        """\
-ulysses_scatter = cp.ulysses_scatter([primals_1, primals_2, primals_3],
-    lengths=[16, 16, 16], sizes=[8, 8, 8])
-flash = aten.flash(ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2],
-    is_causal=True, scale=0.5)
-ulysses_gather = cp.ulysses_gather([flash[0]], heads=[2], lengths=[16], sizes=[8])
-return (ulysses_gather[0], ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2],
-    flash[0], flash[1])
----
-ulysses_scatter_1 = cp.ulysses_scatter([tangents_1], lengths=[16], sizes=[8])
-flash_backward = aten.flash_backward(ulysses_scatter_1[0], getitem_7, getitem_8,
-    getitem_9, getitem_10, getitem_11, dropout_p=0, is_causal=True, scale=0.5)
-ulysses_gather_1 = cp.ulysses_gather([flash_backward[0], flash_backward[1],
-    flash_backward[2]], heads=[2, 1, 1], lengths=[16, 16, 16], sizes=[8, 8, 8])
-return (ulysses_gather_1[0], ulysses_gather_1[1], ulysses_gather_1[2])""",
-    )
-
-
 def test_the_ring_of_a_hybrid():
     """Rank 3 of 4, the ring inside: two runs of queries have a chain of steps each."""
     forward, _ = traced(3, 4, strategy="hybrid", inner="ring")

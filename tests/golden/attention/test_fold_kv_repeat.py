@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.golden.capture import capture, changes
-from tests.golden.golden_text import assert_golden
+from tests.golden.golden_text import assert_golden, lines_with
 from tests.golden.rewritten_calls import check_equal, rewrite
 
 B, G, N, S, D = 2, 2, 3, 5, 4  # batch, key heads, copies, tokens, head dim
@@ -117,19 +117,6 @@ def attention_of(repeat_k, repeat_v):
     return attend
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_that_are_folded(form):
-    shape, repeat = FORMS[form]
-    attend, inputs = attention_of(repeat, repeat), inputs_of(shape, shape)
-    got = rewrite(attend, *inputs)
-    assert got.counts["fold_kv_repeat"] == 1
-    (call,) = got.calls
-    assert call.k_shape == (B, H // call_copies(form), S, D)
-    assert "expand" not in got.texts["fold_kv_repeat"]
-    assert "repeat" not in got.texts["fold_kv_repeat"]
-    check_equal(got, attend, *inputs)
-
-
 def call_copies(form):
     """How often the form repeats a head."""
     return H if "one_head" in form or "no_head" in form or "twice" in form else N
@@ -155,6 +142,9 @@ def test_keys_and_values_each_have_their_form(k_form, v_form):
     got = rewrite(attend, *inputs)
     alike = call_copies(k_form) == call_copies(v_form) and v_form != "tiled"
     assert got.counts["fold_kv_repeat"] == alike
+    if alike:  # as every form is to one of them
+        assert got.calls[0].k_shape == (B, H // call_copies(k_form), S, D)
+        assert not lines_with(got.texts["fold_kv_repeat"], "expand", "repeat")
     check_equal(got, attend, *inputs)
 
 

@@ -7,7 +7,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cpcompile.errors import RewriteError
 from tests.golden.capture import capture, localised, warnings
-from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, causal, make_qkv, sdpa
 from tests.support.this_torch import needs_two_masks
 
@@ -120,13 +119,7 @@ def ids_and_table():
 def test_and_all_else_is_sharded_if_not_strict(mesh, caplog):
     local = localised(of_embedding, *ids_and_table(), mesh=mesh, strict=False)
     assert [str(x) for x in local.report.inputs] == ["ids dim 1 (inferred)"]
-    assert_golden(
-        local.lines("primals_1", "= aten.embedding("),
-        """\
-primals_1 = input
-split = aten.split.Tensor(primals_1, split_size=2, dim=1)
-embedding_1 = aten.embedding(primals_2, clone_5)""",
-    )
+    assert "= aten.split.Tensor(primals_1, split_size=2, dim=1)" in local.text
     (text,) = warnings(caplog)
     assert "runs on gathered tensors" in text
 

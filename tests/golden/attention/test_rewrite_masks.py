@@ -1,18 +1,15 @@
 """What the graph looks like when its masks are read."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 import cpcompile as cp
 import tests.unit.masks.mask_builders as b
 from cpcompile.compile import inner_compilers
 from cpcompile.cost.choose import choose
-from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.model.masks import unread_masks
 from cpcompile.passes.whole.attention_nodes import is_attention
 from cpcompile.torch_private.dynamo import boxed_nop
@@ -23,17 +20,6 @@ from tests.golden.golden_text import (
 )
 
 QKV = {"q": 2, "k": 2}
-
-
-def ancestors(node):
-    """The nodes that a node is computed from, and itself."""
-    found, stack = set(), [node]
-    while stack:
-        each = stack.pop()
-        if each not in found:
-            found.add(each)
-            stack.extend(each.all_input_nodes)
-    return found
 
 
 def make_qk(*shape):
@@ -164,44 +150,6 @@ def outer_product(q, k):
     i, j = (torch.arange(float(x.shape[-2])) for x in (q, k))
     i = i[:, None]
     return torch.sin(i * j)
-
-
-class Relative(nn.Module):
-    """T5: a bias that is looked up, with a weight that is trained."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 2))
-
-    def forward(self, q, k):
-        return F.scaled_dot_product_attention(
-            q, k, k, attn_mask=b.relative(q, k, self.weight)
-        )
-
-
-OF_POSITIONS = {
-    "relative": (Relative(), (), (1, 2, 31)),
-    "alibi": (attend(b.alibi), (), (1, 2, 31)),
-    "given for one row": (attend(b.given), (torch.randn(2, 1, 1, 16),), (2, 1, 16)),
-}
-
-
-@pytest.mark.parametrize("case", OF_POSITIONS)
-def test_a_bias_of_positions_is_one_number_each(mesh, case):
-    """Nothing is computed for all pairs, and any layout may be chosen."""
-    model, inputs, shape = OF_POSITIONS[case]
-    captured = capture(model, *make_qk(2, 2, 16, 8), *inputs, mesh=mesh, shard=QKV)
-    (mask,) = captured.ctx.findings.masks.values()
-    value = fake_value(mask.bias)
-    assert value.shape == shape
-    assert value.requires_grad == (case == "relative")
-    computed = [
-        node
-        for node in ancestors(mask.bias)
-        if isinstance(fake_value(node), torch.Tensor)
-        and fake_value(node).numel() > max(math.prod(shape), 2 * 31)
-    ]
-    assert computed == []
 
 
 S = 1024  # so many tokens that a mask of all pairs has a megabyte
