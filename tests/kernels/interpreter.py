@@ -1,4 +1,4 @@
-"""Runs the step kernels on CPU tensors, in a process with Triton's interpreter.
+"""Makes Triton's interpreter run the step kernels on CPU tensors.
 
 The interpreter is chosen when triton is imported (TRITON_INTERPRET=1), so it needs a
 process of its own. It is also wrong for bfloat16, which NumPy does not know, in triton
@@ -9,90 +9,23 @@ nearest even. `install` replaces both.
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import os
-import pickle
-import traceback
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-START_TIMEOUT_SECONDS = 60.0
 
-
-class Interpreter:
-    """A process that calls what launches kernels, one call at a time.
-
-    Started by the first call. A call that outlasts its timeout ends the process, and
-    the next call gets a fresh one.
-    """
-
-    def __init__(self) -> None:
-        self._process: Any = None
-        self._connection: Connection | None = None
-
-    def call(self, name: str, *args: Any, timeout: float = 60.0, **kwargs: Any) -> Any:
-        """The result of a function of launch, or of bias_gradient; all is pickled."""
-        if self._connection is None:
-            self._start()
-        assert self._connection is not None
-        self._connection.send_bytes(pickle.dumps((name, args, kwargs)))
-        return self._answer(name, timeout)
-
-    def close(self) -> None:
-        """End the process, whatever it is doing."""
-        if self._connection is not None:
-            self._process.kill()
-            self._process.join()
-            self._connection.close()
-        self._process = self._connection = None
-
-    def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._answer("start of the interpreter", START_TIMEOUT_SECONDS)
-
-    def _answer(self, what: str, timeout: float) -> Any:
-        assert self._connection is not None
-        try:
-            if not self._connection.poll(timeout):
-                raise AssertionError(f"{what}: no answer after {timeout:g} s")
-            done, value = pickle.loads(self._connection.recv_bytes())
-        except BaseException:
-            self.close()
-            raise
-        if not done:
-            raise AssertionError(f"{what} failed:\n{value}")
-        return value
-
-
-def serve(connection: Connection) -> None:
-    """The main function of the process: answer until the parent is gone."""
+def launched(name: str, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+    """The result of a function of launch, or of bias_gradient; in such a process."""
     install()
-
-    import torch
 
     from cpcompile.kernels import bias_gradient, launch  # all import triton
 
-    torch.set_num_threads(1)
-    connection.send_bytes(pickle.dumps((True, None)))
-    while True:
-        try:
-            name, args, kwargs = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        try:
-            module = bias_gradient if name == "dbias" else launch
-            reply = pickle.dumps((True, getattr(module, name)(*args, **kwargs)))
-        except BaseException:
-            reply = pickle.dumps((False, traceback.format_exc()))
-        connection.send_bytes(reply)
+    return getattr(bias_gradient if name == "dbias" else launch, name)(*args, **more)
 
 
+@functools.cache
 def install() -> None:
     """Make this process interpret kernels, and bfloat16 mean bfloat16."""
     os.environ["TRITON_INTERPRET"] = "1"

@@ -1,8 +1,8 @@
 """What a step of attention is compared with, and how closely.
 
 Legend as in cpcompile/kernels/launch.py. A step continues from what an earlier chunk of
-keys left, so the reference is one softmax over the keys of both, with a mask built
-element by element, and autograd gives its gradients.
+keys left, so the reference is one softmax over the keys of both, with the mask of
+the references of `tools.gpu`, and autograd gives its gradients.
 
 Note [Rounding of a step]
 Errors are compared element by element with what rounding can do at most. Let u be the
@@ -41,6 +41,7 @@ from cpcompile.kernels.constants import (
     ScoreModifiers,
 )
 from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
+from tools.gpu.reference import seen
 
 BEYOND = 5  # tokens of the sequences after those of the step
 
@@ -181,21 +182,6 @@ def vector(name: str | None, rows: int) -> Tensor | None:
     return torch.tensor([VECTORS[name](i) for i in range(rows)], dtype=torch.int32)
 
 
-def sees(case: StepCase, i: int, j: int) -> bool:
-    """The definition in `Visible`, with vectors in the place of the lines."""
-    x = case.visible
-    if x.rows is not None and not x.rows[0] <= i < x.rows[1]:
-        return False
-    if x.keys is not None and not x.keys[0] <= j < x.keys[1]:
-        return False
-    if case.upper is not None:
-        if not j < VECTORS[case.upper](i):
-            return False
-    elif x.upper is not None and not j < i + x.upper[i % 2]:
-        return False
-    return case.lower is None or j >= VECTORS[case.lower](i)
-
-
 def positions(count: int, start: int) -> Tensor:
     """Of tokens that a rank holds in two spans."""
     index = torch.arange(count)
@@ -242,10 +228,8 @@ def changes(case: StepCase) -> ScoreModifiers:
 
 
 def full_mask(case: StepCase) -> Tensor:
-    return torch.tensor(
-        [[sees(case, i, j) for j in range(case.keys)] for i in range(case.rows)],
-        dtype=torch.bool,
-    )
+    limits = (vector(x, case.rows) for x in (case.upper, case.lower))
+    return seen(case.visible, *limits, case.rows, case.keys, "cpu")
 
 
 def operand(case: StepCase, heads: int, length: int, dim: int) -> Tensor:

@@ -1,11 +1,13 @@
 """Runs the kernels of a step in the interpreter, and compares them with step_cases."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from cpcompile.kernels.configs import Kernel
 from cpcompile.kernels.constants import RowLimits
-from tests.kernels.interpreter import Interpreter
 from tests.kernels.step_cases import (
     SMALLEST_STEP,
     UNIT,
@@ -19,7 +21,7 @@ from tests.kernels.step_cases import (
 )
 
 
-def run_and_check(interpreter: Interpreter, case: StepCase) -> None:
+def run_and_check(interpreter: Callable[..., Any], case: StepCase) -> None:
     torch.manual_seed(0)
     D, E = case.head_dim, case.value_dim or case.head_dim
     q = operand(case, case.heads, case.rows, D)
@@ -34,7 +36,7 @@ def run_and_check(interpreter: Interpreter, case: StepCase) -> None:
     add = case.accumulate
 
     state = (expected.out_in, expected.lse_in) if add else (None, None)
-    out, lse = interpreter.call("forward", q, k, v, *state, *rest, **more)
+    out, lse = interpreter("forward", q, k, v, *state, *rest, **more)
     check("out", out, expected, case, None)
     check("lse", lse, expected, case, None)
 
@@ -44,7 +46,7 @@ def run_and_check(interpreter: Interpreter, case: StepCase) -> None:
         (Kernel.DQ, {"dq": dq_in}),
     ):
         given = (*shared, [*sums.values()] if add else [], *rest)
-        results = interpreter.call("gradients", kernel, *given, **more)
+        results = interpreter("gradients", kernel, *given, **more)
         for (name, before), got in zip(sums.items(), results, strict=True):
             check(name, got, expected, case, before if add else None)
 
@@ -52,7 +54,7 @@ def run_and_check(interpreter: Interpreter, case: StepCase) -> None:
         return
     if case.visible.rows is case.visible.keys is None and "of spans" not in case.bias:
         more["config"] = case.square
-        found = interpreter.call("dbias", *shared, *rest[:-1], **more)
+        found = interpreter("dbias", *shared, *rest[:-1], **more)
         check("dbias", found, expected, case, None)
 
 

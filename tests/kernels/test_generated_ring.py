@@ -61,7 +61,7 @@ def code_of_rank(rank, ranks, seq, dtype, causal, **options):
 
 def run_rank(codes, inputs, gradient):
     """Results and gradients of this rank; nothing may be left in flight."""
-    results, found = run(codes[dist.get_rank() % len(codes)], inputs, (gradient,))
+    results, found = run(codes[dist.get_rank()], inputs, (gradient,))
     assert torch._C._distributed_c10d._get_work_registry_size() == 0
     return [x.detach() for x in (*results, *found)]
 
@@ -129,21 +129,12 @@ def local_inputs(device):
     return make_inputs(device, 16, torch.bfloat16, heads=2)
 
 
-def run_local(code, inputs, gradient):
-    """This rank's chunk through the one code that all ranks have."""
-    rank = dist.get_rank()
-    chunks = [x.chunk(8, 2)[rank].contiguous() for x in (*inputs, gradient)]
-    results, found = run(code, chunks[:3], chunks[3:])
-    assert torch._C._distributed_c10d._get_work_registry_size() == 0
-    return [x.detach() for x in (*results, *found)]
-
-
 def without_comments(code):
     """Comments have the number of the graph and paths of temporary files."""
     return [line for line in code.splitlines() if not line.lstrip().startswith("#")]
 
 
-def test_eight_ranks_run_the_same_code(interpreters):
+def test_eight_ranks_have_the_same_code():
     """Without a causal mask nothing of the rank is left in the code."""
 
     def inductor(gm, inputs):
@@ -157,11 +148,6 @@ def test_eight_ranks_run_the_same_code(interpreters):
     for one, other in zip(*((x.forward, x.backward) for x in codes), strict=True):
         assert without_comments(one) == without_comments(other)
     assert len(check_overlap(codes[0].backward)) == 15
-    inputs = [x.detach() for x in make_inputs("cpu", 128, torch.bfloat16, heads=2)]
-    gradient = torch.randn(1, 2, 128, DIM).bfloat16()
-    answers = interpreters[8].run(run_local, codes[0], inputs, gradient, timeout=150)
-    whole = [torch.cat(parts, 2) for parts in zip(*answers, strict=True)]
-    check_ranks([whole], inputs, gradient, False, torch.bfloat16)
 
 
 KINDS = {

@@ -114,10 +114,10 @@ def test_every_kernel(interpreter, name, dropped):
     q, k, v, grad = operands
     # Kernels read lse and delta in float32.
     rest = (RowLimits(upper=upper), SCALE, False)
-    out, lse = interpreter.call("forward", q, k, v, None, None, *rest, **more)
+    out, lse = interpreter("forward", q, k, v, None, None, *rest, **more)
     saved = (grad, q, k, v, exact[1].float(), exact[-1].float())
     (dk, dv), (dq,) = (
-        interpreter.call("gradients", kernel, *saved, [], *rest, **more)
+        interpreter("gradients", kernel, *saved, [], *rest, **more)
         for kernel in (Kernel.DKDV, Kernel.DQ)
     )
     names = ("out", "lse", "dq", "dk", "dv")

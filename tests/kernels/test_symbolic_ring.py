@@ -5,14 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile.compile.overlap import check_overlap
 from cpcompile.torch_patches import symbolic_tracing
 from tests.kernels.generated_code import generated_code
-from tests.kernels.generated_module import run
+from tests.kernels.test_generated_ring import run_rank
 from tests.support.bounds import check, deviations
 
 HEADS, DIM = 2, 32
@@ -64,12 +63,6 @@ def codes_of_ranks(ranks, ring, causal, **asked):
         assert any(isinstance(x, tuple) for x in code.arguments)
         assert len(check_overlap(code.forward)) == ring - 1
     return codes
-
-
-def run_rank(codes, inputs, gradient):
-    results, found = run(codes[dist.get_rank()], inputs, (gradient,))
-    assert torch._C._distributed_c10d._get_work_registry_size() == 0
-    return [x.detach() for x in (*results, *found)]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ RANGES = [
     "causal documents",
     "nothing",
 ]
-OTHERS = ["falling", "holes", "interleaved", "bias", "bool of heads"]
 
 
 @contextmanager
@@ -100,22 +99,20 @@ def test_softcap_and_dropout(interpreters, strategy, mask, changes):
     assert all(0 < forward == backward <= 2 for forward, backward in calls)
 
 
+BOTH = {"softcap": 1.0, "dropout_p": 0.3}
+OTHERS = ["falling", "holes", "interleaved", "bias", "bool of heads"]
+OTHERS = [(mask, {}) for mask in OTHERS] + [(mask, BOTH) for mask in ("holes", "bias")]
+
+
 def test_softcap_and_dropout_of_exchanged_heads(interpreters):
     """Each rank has other heads, and so other seeds."""
-    changes = {"softcap": 1.0, "dropout_p": 0.3}
-    case = MaskedCase("window", "ulysses", torch.float16, seq=35, **changes)
+    case = MaskedCase("window", "ulysses", torch.float16, seq=35, **BOTH)
     assert run_and_check(interpreters, case) == [(1, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("mask", ["holes", "bias"])
-def test_softcap_and_dropout_of_what_is_no_range(interpreters, mask):
-    case = MaskedCase(mask, seq=35, softcap=1.0, dropout_p=0.3)
-    assert run_and_check(interpreters, case) == [(0, 0), (0, 0)]
-
-
-@pytest.mark.parametrize("mask", OTHERS)
-def test_what_is_no_range_is_computed_in_parts(interpreters, mask):
-    case = MaskedCase(mask, seq=35)
+@pytest.mark.parametrize(("mask", "changes"), OTHERS)
+def test_what_is_no_range_is_computed_in_parts(interpreters, mask, changes):
+    case = MaskedCase(mask, seq=35, **changes)
     assert run_and_check(interpreters, case) == [(0, 0), (0, 0)]
 
 

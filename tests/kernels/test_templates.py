@@ -105,7 +105,35 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize("case", [*MASKS, *SHAPES, *DTYPES, *CHANGED], ids=str)
+# A bias of positions, and its gradient.
+BIASED = [
+    StepCase(ALL, bias="key"),
+    StepCase(ALL, bias="distance"),
+    StepCase(CAUSAL, bias="distance of spans"),
+    StepCase(CAUSAL, bias="key of spans", accumulate=False),
+    StepCase(upper="causal", lower="window", bias="distance", rows=100, keys=77),
+    StepCase(upper="causal", bias="distance", rows=77, keys=100, batch=2),
+    StepCase(upper="stairs", bias="key", rows=77, keys=100, heads=6, kv_heads=2),
+    StepCase(ALL, bias="distance hidden", accumulate=False),
+    StepCase(ALL, bias="distance hidden", rows=50, keys=33),
+    StepCase(ALL, bias="key hidden", rows=50, keys=33),
+    StepCase(Visible(rows=(5, 71), keys=(7, 50)), bias="distance hidden"),
+    StepCase(CAUSAL, bias="distance", rows=1, keys=40),
+    StepCase(ALL, bias="distance", rows=40, keys=1),
+    StepCase(ALL, bias="key", rows=40, keys=1),
+    StepCase(NOTHING, bias="distance"),
+    StepCase(CAUSAL, bias="distance", softcap=1.0, scale=-0.3),
+    StepCase(CAUSAL, bias="key", scale=0.0),
+    StepCase(CAUSAL, bias="distance of spans", dropout_p=0.25, softcap=1.0),
+    StepCase(upper="causal", bias="key of spans", dropout_p=0.25, heads=4, kv_heads=2),
+    StepCase(CAUSAL, bias="distance", config=StepConfig(16, 64, 4, 1)),
+    *low_cases(CAUSAL, bias="distance"),
+    *low_cases(ALL, bias="key hidden", accumulate=False, final=True),
+]
+CASES = [*MASKS, *SHAPES, *DTYPES, *CHANGED, *BIASED]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_step(interpreter, case):
     run_and_check(interpreter, case)
 
@@ -140,17 +168,17 @@ def test_every_kernel_drops_what_dropout_drops(interpreter, share, first):
         zeros(R, 1)[..., 0],
         zeros(R, 1)[..., 0],
     )
-    found = interpreter.call("forward", q, k, identity(K), None, None, *limits, **more)
+    found = interpreter("forward", q, k, identity(K), None, None, *limits, **more)
     assert torch.equal(found[0] != 0, kept)
     ones_R, ones_K = torch.ones(B, H, R, 1), torch.ones(B, H, K, 1)
     saved = (ones_R, q, identity(K), ones_K, lse, delta)
-    (dq,) = interpreter.call("gradients", Kernel.DQ, *saved, [], *limits, **more)
+    (dq,) = interpreter("gradients", Kernel.DQ, *saved, [], *limits, **more)
     assert torch.equal(dq != 0, kept)
     saved = (identity(R), q, k, zeros(K, R), lse, delta)
-    _, dv = interpreter.call("gradients", Kernel.DKDV, *saved, [], *limits, **more)
+    _, dv = interpreter("gradients", Kernel.DKDV, *saved, [], *limits, **more)
     assert torch.equal(dv.mT != 0, kept)
     saved = (ones_R, identity(R), zeros(K, R), ones_K, lse, delta)
-    dk, _ = interpreter.call("gradients", Kernel.DKDV, *saved, [], *limits, **more)
+    dk, _ = interpreter("gradients", Kernel.DKDV, *saved, [], *limits, **more)
     assert torch.equal(dk.mT != 0, kept)
 
 

@@ -10,13 +10,13 @@ import torch
 
 import cpcompile as cp
 from cpcompile import config
-from cpcompile.cost.plans import Direction
+from cpcompile.cost.plans import Direction, Workload
 from cpcompile.kernels import choice
 from cpcompile.passes.model.attention.choose_strategy import workload
 from cpcompile.reporting.graph_report import GraphReport
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
-from tests.golden.operands import QKV, causal, sdpa
+from tests.golden.operands import QKV, sdpa
 
 planned = functools.partial(capture, until="choose_strategy")
 
@@ -66,11 +66,12 @@ def test_the_cheapest_is_chosen(mesh):
 
 
 def test_a_forced_strategy_lists_the_others_all_the_same(mesh):
-    chosen, forced = (
+    chosen, *forced = (
         plans(planned(grouped, *make_qkv(), strategy=name, mesh=mesh, shard=QKV))
-        for name in ("auto", "ring")
+        for name in ("auto", "ring", "ulysses", "hybrid")
     )
-    assert forced == chosen.replace("ulysses chosen", "ring forced")
+    labels = ("ring", "ulysses", "hybrid 2 (ring) in 4")
+    assert forced == [chosen.replace("ulysses chosen", f"{x} forced") for x in labels]
 
 
 def test_sharded_inputs_have_the_same_plan(mesh):
@@ -79,87 +80,24 @@ def test_sharded_inputs_have_the_same_plan(mesh):
     assert plans(planned(grouped, *sharded, strategy="auto")) == plans(plain)
 
 
-def test_the_backward_is_planned_for(mesh):
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_backward_is_planned_for(mesh, trained):
     inputs = [x.requires_grad_() for x in make_qkv()]
-    captured = planned(grouped, *inputs, strategy="auto", mesh=mesh, shard=QKV)
-    assert_golden(
-        plans(captured),
-        """\
-<top level>: ulysses chosen, h100_sxm
-  ulysses: 1.138 ms, 0.241 ms exposed, 56.0 MiB, 1 kernels
-  hybrid 2 (ring) in 4: 1.372 ms, 0.254 ms exposed, 80.0 MiB, 8 kernels
-  hybrid 4 in 2 (ring): 1.583 ms, 0.254 ms exposed, 80.0 MiB, 2 kernels
-  hybrid 4 (ring) in 2: 1.740 ms, 0.254 ms exposed, 80.0 MiB, 8 kernels
-  hybrid 2 in 4 (ring): 1.946 ms, 0.254 ms exposed, 80.0 MiB, 4 kernels
-  all_gather: 2.048 ms, 0.438 ms exposed, 240.0 MiB, 1 kernels
-  ring: 2.439 ms, 0.196 ms exposed, 52.0 MiB, 8 kernels""",
-    )
-    with torch.no_grad():
+    with torch.set_grad_enabled(trained):
         captured = planned(grouped, *inputs, strategy="auto", mesh=mesh, shard=QKV)
-    (call,) = captured.ctx.findings.calls
-    assert workload(call, captured.ctx).direction is Direction.FORWARD
+    (plan,) = captured.ctx.findings.plans.values()
+    assert plan.workload.direction is (Direction.BOTH if trained else Direction.FORWARD)
 
 
-def test_the_workload_is_that_of_all_ranks(mesh):
+@pytest.mark.parametrize(("fixture", "ranks"), [("mesh", 8), ("mesh_2d", 4)])
+def test_the_workload_is_that_of_all_ranks(request, fixture, ranks):
+    """Of those of the axis."""
+    mesh = request.getfixturevalue(fixture)
     captured = planned(grouped, *make_qkv(), mesh=mesh, shard=QKV)
     (call,) = captured.ctx.findings.calls
-    assert dataclasses.asdict(workload(call, captured.ctx)) == {
-        "batch": 1,
-        "heads": 32,
-        "kv_heads": 8,
-        "q_len": 8192,
-        "kv_len": 8192,
-        "head_dim": 128,
-        "value_dim": 128,
-        "bytes_per_element": 2,
-        "causal": True,
-        "direction": Direction.FORWARD,
-        "ranks": 8,
-        "live_fraction": 1.0,
-        "relayout": False,
-        "masked": False,
-        "mean_live_fraction": None,
-        "ring_steps": None,
-        "hybrid_rings": (),
-        "bias_bytes": 0,
-        "whole_mask_bytes": 0,
-        "latents": None,
-    }
-
-
-def test_the_ranks_are_those_of_the_axis(mesh_2d):
-    captured = planned(grouped, *make_qkv(), mesh=mesh_2d, shard=QKV)
-    (call,) = captured.ctx.findings.calls
-    assert workload(call, captured.ctx).ranks == 4
-
-
-@pytest.mark.parametrize(
-    "strategy", ["ring", "all_gather", "ulysses", "hybrid", "auto"]
-)
-def test_calls_with_an_obstacle_get_no_plan(mesh, strategy):
-    def dropped(q, k, v):
-        return sdpa(q, k, v, dropout_p=1.0)
-
-    inputs = make_qkv(4, 4, 16)
-    captured = planned(dropped, *inputs, strategy=strategy, mesh=mesh, shard=QKV)
-    assert captured["choose_strategy"].rewrites == 0
-    assert plans(captured) == ""
-
-
-def test_each_call_has_its_own_plan(mesh):
-    def two(q, k, v):
-        return causal(q, k, v) + sdpa(q, k, v)
-
-    captured = planned(two, *make_qkv(4, 4, 16), mesh=mesh, shard=QKV)
-    assert captured["choose_strategy"].rewrites == 2
-
-
-@pytest.mark.parametrize("strategy", ["ulysses", "hybrid"])
-def test_strategies_that_exchange_heads_can_be_forced(mesh, strategy):
-    forced = planned(grouped, *make_qkv(), strategy=strategy, mesh=mesh, shard=QKV)
-    (plan,) = forced.ctx.findings.plans.values()
-    assert plan.forced and plan.strategy.value == strategy
-    assert len(plan.candidates) == 7  # with two hybrids in two orders
+    sizes = (1, 32, 8, 8192, 8192, 128, 128, 2)
+    wanted = Workload(*sizes, True, Direction.FORWARD, ranks)
+    assert workload(call, captured.ctx) == wanted
 
 
 def test_a_budget_that_nothing_meets_names_the_call_and_the_smallest_need(mesh):

@@ -1,12 +1,10 @@
 """What the graph looks like when the value of a buffer has become a part of it."""
 
-import logging
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.golden.capture import capture, warnings
+from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden, table
 from tests.support.constant_masks import (
     READ,
@@ -14,9 +12,6 @@ from tests.support.constant_masks import (
     Attribute,
     Item,
     Masked,
-    Padded,
-    Writing,
-    causal,
     token_ids,
 )
 
@@ -49,32 +44,6 @@ a bias:
   ring_attention_default = cp.ring_attention(q, k, v, [reshape_default], sizes=[24, 24],
       spec='scale=0.353553 mask_key=b681bc18c3d57afd +bias', group=GROUP)""",
     )
-
-
-def test_beside_data(mesh):
-    captured = traced(Padded(causal(5)), torch.ones(2, 24) > 0, mesh=mesh)
-    (mask,) = captured.ctx.findings.masks.values()
-    assert_golden(
-        f"{mask.text}: {mask.key_ranges}, {mask.kv_segment_ids}, {mask.bias}",
-        """causal, window 5, key padding: cp_constant, expand_default, None""",
-    )
-
-
-@pytest.mark.parametrize("case", STAYS)
-def test_what_has_no_form_stays_a_bias(mesh, caplog, case):
-    """The twin."""
-    caplog.set_level(logging.WARNING)
-    captured = traced(Masked(STAYS[case][0]), mesh=mesh)
-    assert not captured.ctx.findings.read_by_value
-    assert "+bias" in captured.lines("cp.ring_attention")
-    assert warnings(caplog) == []
-
-
-def test_a_buffer_that_the_program_writes_stays_a_bias(mesh):
-    captured = traced(Writing(causal()), torch.tensor(True), mesh=mesh)
-    assert not captured.ctx.findings.read_by_value
-    (mask,) = captured.ctx.findings.masks.values()
-    assert mask.text == "dense bool [24, 24]"
 
 
 @pytest.mark.parametrize("kind", [Attribute, Item])

@@ -110,45 +110,21 @@ layers.1: q=x, k=x, v=x, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536
     )
 
 
-def test_no_attention(mesh):
-    captured = capture(lambda x: x.softmax(-1) @ x, torch.randn(2, 16, 16), mesh=mesh)
-    assert captured["find_attention"].rewrites == 0
-    assert found(captured) == ""
-
-
-def test_no_dropout_outside_of_training(mesh):
-    def attend(q, k, v, training):
-        return sdpa(q, k, v, dropout_p=0.1 if training else 0.0)
-
-    inputs = make_qkv(2, 4, 16, 8)
-    captured = capture(attend, *inputs, False, mesh=mesh, shard={"q": 2})
-    assert captured.ctx.findings.calls[0].unsupported is None
-
-
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
-def test_heads_or_batch_sharded(mesh_2d, placement):
+@pytest.mark.parametrize("first", [Replicate(), Shard(2)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_heads_or_batch_sharded(mesh_2d, first, dim):
+    """Only where a sequence is split as well the call is to be rewritten."""
     inputs = [
-        distribute_tensor(x, mesh_2d, [Replicate(), placement])
+        distribute_tensor(x, mesh_2d, [first, Shard(dim)])
         for x in make_qkv(4, 4, 16, 8)
     ]
     captured = capture(lambda q, k, v: sdpa(q, k, v), *inputs)
     (call,) = captured.ctx.findings.calls
-    assert call.already_local == (
-        f"q, k, v have placements {', '.join([f'R,S({placement.dim})'] * 3)}, "
-        "and none is split on the sequence"
-    )
-    assert captured["choose_strategy"].rewrites == 0
-
-
-def test_sequence_and_batch_sharded(mesh_2d):
-    """The twin: with a sequence that is split, the call is to be rewritten."""
-    inputs = [
-        distribute_tensor(x, mesh_2d, [Shard(0), Shard(2)])
-        for x in make_qkv(4, 4, 16, 8)
-    ]
-    captured = capture(lambda q, k, v: sdpa(q, k, v), *inputs)
-    assert captured.ctx.findings.calls[0].already_local is None
-    assert captured["choose_strategy"].rewrites == 1
+    is_split = first == Shard(2)
+    placed = ", ".join([f"R,S({dim})"] * 3)
+    text = f"q, k, v have placements {placed}, and none is split on the sequence"
+    assert call.already_local == (None if is_split else text)
+    assert captured["choose_strategy"].rewrites == is_split
 
 
 @pytest.mark.parametrize("key_heads, value_heads", [(4, 2), (2, 4)])

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.golden.capture import capture, changes
-from tests.golden.golden_text import assert_golden
+from tests.golden.golden_text import assert_golden, lines_with
 from tests.golden.rewritten_calls import check_equal, rewrite
 
 B, G, N, S, D = 2, 2, 3, 5, 4  # batch, key heads, copies, tokens, head dim
@@ -117,19 +117,6 @@ def attention_of(repeat_k, repeat_v):
     return attend
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_that_are_folded(form):
-    shape, repeat = FORMS[form]
-    attend, inputs = attention_of(repeat, repeat), inputs_of(shape, shape)
-    got = rewrite(attend, *inputs)
-    assert got.counts["fold_kv_repeat"] == 1
-    (call,) = got.calls
-    assert call.k_shape == (B, H // call_copies(form), S, D)
-    assert "expand" not in got.texts["fold_kv_repeat"]
-    assert "repeat" not in got.texts["fold_kv_repeat"]
-    check_equal(got, attend, *inputs)
-
-
 def call_copies(form):
     """How often the form repeats a head."""
     return H if "one_head" in form or "no_head" in form or "twice" in form else N
@@ -155,60 +142,44 @@ def test_keys_and_values_each_have_their_form(k_form, v_form):
     got = rewrite(attend, *inputs)
     alike = call_copies(k_form) == call_copies(v_form) and v_form != "tiled"
     assert got.counts["fold_kv_repeat"] == alike
+    if alike:  # as every form is to one of them
+        assert got.calls[0].k_shape == (B, H // call_copies(k_form), S, D)
+        assert not lines_with(got.texts["fold_kv_repeat"], "expand", "repeat")
     check_equal(got, attend, *inputs)
 
 
-def test_sizes_that_are_equal_are_not_mixed_up():
-    """All sizes are 2: the order is followed, not guessed from sizes."""
-
-    def hf(k):
-        return k[:, :, None].expand(2, 2, 2, 2, 2).reshape(2, 4, 2, 2)
-
-    def mixed_up(k):
-        return k[:, :, :, None].expand(2, 2, 2, 2, 2).reshape(2, 4, 2, 2)
-
-    for repeat, count in ((hf, 1), (mixed_up, 0)):
-        shapes = ((2, 4, 2, 2), (2, 2, 2, 2), (2, 2, 2, 2))
-        folded(attention_of(repeat, repeat), shapes, count)
-
-
-def regrouped(k, order):
+def regrouped(*order):
     """[1, 12, S, D]: each head twice, then all of them as 2 x 3 x 2 reordered."""
-    k = k.unflatten(1, (2, 3, 2)).flatten(1, 3).repeat_interleave(2, 1)
-    dims = (0, *(1 + i for i in order), 4, 5, 6)
-    return k.unflatten(1, (2, 3, 2, 2)).permute(dims).flatten(1, 4)
-
-
-@pytest.mark.parametrize(
-    ("order", "count"),
-    [((0, 1, 2), 1), ((1, 0, 2), 0), ((0, 2, 1), 0), ((2, 1, 0), 0), ((2, 0, 1), 0)],
-)
-def test_heads_in_another_order_are_kept(order, count):
-    attend = attention_of(lambda k: regrouped(k, order), lambda v: regrouped(v, order))
-    shapes = ((1, 24, S, D), (1, 12, S, D), (1, 12, S, D))
-    folded(attend, shapes, count)
-
-
-def test_what_is_tiled_first_stays_tiled():
-    """Only the copies that are innermost are folded."""
 
     def repeat(k):
-        return k.repeat(1, 3, 1, 1).repeat_interleave(2, 1)
+        k = k.unflatten(1, (2, 3, 2)).flatten(1, 3).repeat_interleave(2, 1)
+        dims = (0, *(1 + i for i in order), 4, 5, 6)
+        return k.unflatten(1, (2, 3, 2, 2)).permute(dims).flatten(1, 4)
 
-    attend = attention_of(repeat, repeat)
-    shapes = ((B, 12, S, D), (B, 2, S, D), (B, 2, S, D))
-    got = folded(attend, shapes, 1)
-    assert got.calls[0].k_shape[1] == 6
-    assert ".repeat(l_k_, 1, 3, 1, 1)" in got.texts["fold_kv_repeat"]
+    return repeat
 
 
-def test_a_batch_and_tokens_of_one():
-    def repeat(k):
-        return k[:, :, None].expand(1, G, N, 1, D).reshape(1, H, 1, D)
+# Heads of the queries and of what is left of the keys, the shape of the keys given.
+ORDERS = {
+    "all sizes are 2": (4, 2, (2, 2, 2, 2), lambda k: k[:, :, None].expand(2, 2, 2, 2, 2).reshape(2, 4, 2, 2)),
+    "and mixed up": (4, 4, (2, 2, 2, 2), lambda k: k[:, :, :, None].expand(2, 2, 2, 2, 2).reshape(2, 4, 2, 2)),
+    "in order": (24, 12, (1, 12, S, D), regrouped(0, 1, 2)),
+    "first two": (24, 24, (1, 12, S, D), regrouped(1, 0, 2)),
+    "last two": (24, 24, (1, 12, S, D), regrouped(0, 2, 1)),
+    "reversed": (24, 24, (1, 12, S, D), regrouped(2, 1, 0)),
+    "rotated": (24, 24, (1, 12, S, D), regrouped(2, 0, 1)),
+    # Only the copies that are innermost are folded.
+    "tiled first": (12, 6, (B, 2, S, D), lambda k: k.repeat(1, 3, 1, 1).repeat_interleave(2, 1)),
+    "a batch and tokens of one": (H, G, (1, G, 1, D), lambda k: k[:, :, None].expand(1, G, N, 1, D).reshape(1, H, 1, D)),
+}  # fmt: skip
 
-    attend = attention_of(repeat, repeat)
-    shapes = ((1, H, 1, D), (1, G, 1, D), (1, G, 1, D))
-    folded(attend, shapes, 1)
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_order_is_followed_and_not_guessed_from_sizes(name):
+    heads, left, shape, repeat = ORDERS[name]
+    shapes = ((shape[0], heads, *shape[2:]), shape, shape)
+    got = folded(attention_of(repeat, repeat), shapes, left != heads)
+    assert got.calls[0].k_shape[1] == left
 
 
 def test_what_else_reads_the_copies_keeps_them():

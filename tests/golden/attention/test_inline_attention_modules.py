@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
@@ -84,17 +83,6 @@ def test_checkpoint_region(mesh):
     assert "    ring_attention_default = " in captured.text
 
 
-def test_encoder_layer(mesh):
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    assert counts(found(lambda x: layer(x), mesh)) == (1, 1)
-
-
-def test_plain_attention_stays(mesh):
-    captured = found(lambda x: F.scaled_dot_product_attention(x, x, x), mesh)
-    assert counts(captured) == (0, 1)
-    assert not captured["inline_attention_modules"].changed
-
-
 def test_weights_that_are_returned_need_plain_arithmetic(mesh):
     """Opened too, but there is no attention call inside: torch computes softmax."""
     captured = found(SelfAttention(need_weights=True), mesh, until="find_attention")
@@ -132,19 +120,6 @@ def test_a_mask_is_handed_to_the_call_inside(mesh, mask):
     value = call.mask.meta["example_value"]
     assert torch.broadcast_shapes(value.shape, (2, 2, 16, 16)) == (2, 2, 16, 16)
     assert captured.ctx.findings.masks[call].text
-
-
-def test_a_mask_that_is_called_causal_is_no_argument(mesh):
-    """The twin: torch drops the mask where is_causal says what it is."""
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    mask = nn.Transformer.generate_square_subsequent_mask(16)
-
-    def attend(x):
-        return attention(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)[0]
-
-    captured = found(attend, mesh)
-    (call,) = captured.ctx.findings.calls
-    assert call.mask is None and call.is_causal
 
 
 def test_zeros_that_the_function_makes(mesh):

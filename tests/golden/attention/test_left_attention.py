@@ -7,7 +7,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cpcompile.errors import RewriteError
 from tests.golden.capture import capture, localised, warnings
-from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, causal, make_qkv, sdpa
 from tests.support.this_torch import needs_two_masks
 
@@ -24,10 +23,6 @@ def scaled_and_masked(q, k, v, mask):
 def dropped(q, k, v):
     """An obstacle: nothing is left to divide by 1 - p."""
     return sdpa(q, k, v, dropout_p=1.0)
-
-
-def scaled_and_dropped(q, k, v):
-    return dropped(2 * q, 2 * k, 2 * v)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +60,6 @@ with_an_obstacle = pytest.mark.parametrize(
         pytest.param(masked, "masks", marks=needs_two_masks),
         pytest.param(scaled_and_masked, "masks", marks=needs_two_masks),
         (dropped, "dropout"),
-        (scaled_and_dropped, "dropout"),
     ],
 )
 
@@ -122,36 +116,29 @@ def ids_and_table():
     return ids, torch.nn.Parameter(torch.randn(32, 32))
 
 
-def test_an_obstacle_is_met_though_no_input_is_named(mesh):
-    captured = capture(of_embedding, *ids_and_table(), mesh=mesh)
-    assert type(captured.error) is RewriteError
-    assert "got dropout_p=1.0" in str(captured.error)
-
-
 def test_and_all_else_is_sharded_if_not_strict(mesh, caplog):
     local = localised(of_embedding, *ids_and_table(), mesh=mesh, strict=False)
     assert [str(x) for x in local.report.inputs] == ["ids dim 1 (inferred)"]
-    assert_golden(
-        local.lines("primals_1", "= aten.embedding("),
-        """\
-primals_1 = input
-split = aten.split.Tensor(primals_1, split_size=2, dim=1)
-embedding_1 = aten.embedding(primals_2, clone_5)""",
-    )
+    assert "= aten.split.Tensor(primals_1, split_size=2, dim=1)" in local.text
     (text,) = warnings(caplog)
     assert "runs on gathered tensors" in text
 
 
-def test_an_obstacle_is_met_where_tokens_begin(mesh):
+def of_patches(image, weight):
     """No input has the tokens: they are patches of an image."""
+    x = F.conv2d(image, weight, stride=4).flatten(2).transpose(1, 2)
+    x = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    x = causal(x, x, x)
+    return dropped(x, x, x)
 
-    def patches(image, weight):
-        x = F.conv2d(image, weight, stride=4).flatten(2).transpose(1, 2)
-        x = x.unflatten(-1, (2, 4)).transpose(1, 2)
-        x = causal(x, x, x)
-        return dropped(x, x, x)
 
-    inputs = torch.randn(2, 3, 16, 16), torch.nn.Parameter(torch.randn(8, 3, 4, 4))
-    captured = capture(patches, *inputs, mesh=mesh)
+IMAGE = torch.randn(2, 3, 16, 16), torch.nn.Parameter(torch.randn(8, 3, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("fn", "inputs"), [(of_embedding, ids_and_table()), (of_patches, IMAGE)]
+)
+def test_an_obstacle_is_met_though_no_input_is_named(mesh, fn, inputs):
+    captured = capture(fn, *inputs, mesh=mesh)
     assert type(captured.error) is RewriteError
     assert "got dropout_p=1.0" in str(captured.error)

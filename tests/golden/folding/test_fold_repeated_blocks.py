@@ -13,16 +13,14 @@ from tests.support.forms.folded_graphs import folded
 class Layers(nn.Module):
     """x + f(x) W, several times."""
 
-    def __init__(self, constants=(1.0,) * 4, dtypes=(torch.float32,) * 4):
+    def __init__(self, constants=(1.0,) * 4):
         super().__init__()
-        self.constants, self.dtypes = constants, dtypes
+        self.constants = constants
         self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in constants)
 
     def forward(self, x):
-        for layer, constant, dtype in zip(
-            self.layers, self.constants, self.dtypes, strict=True
-        ):
-            x = x + layer(torch.relu(x).to(dtype).sin().to(x.dtype) + constant)
+        for layer, constant in zip(self.layers, self.constants, strict=True):
+            x = x + layer(torch.relu(x).sin() + constant)
         return x
 
 
@@ -56,29 +54,9 @@ invoke_subgraph_3 = invoke_subgraph(block_0, 'cp_block_0', getitem_2, arg4_1)
 getitem_3 = getitem(invoke_subgraph_3, 0)  # [6, 8]
 output = ((getitem_3,),)""",
     )
-    assert_golden(
-        text(after.modules[0].block_0.graph),
-        """\
-relu_default = relu(operand_0,)  # [6, 8]
-sin_default = sin(relu_default,)  # [6, 8]
-add_tensor = add(sin_default, 1.0)  # [6, 8]
-permute_default = permute(operand_1, [1, 0])  # [8, 8]
-mm_default = mm(add_tensor, permute_default)  # [6, 8]
-add_tensor_1 = add(operand_0, mm_default)  # [6, 8]
-output = ((add_tensor_1,),)""",
-    )
     assert after.counts == [[4]]
 
 
-def test_blocks_that_differ_in_a_constant_stay():
-    assert graphs(Layers(constants=(1.0, 1.0, 2.0, 1.0))).counts == [[]]
-
-
-def test_an_integer_is_another_constant():
+def test_blocks_that_differ_in_an_integer_stay():
     """Though it is equal: the results of x + 1 and x + 1.0 may have other dtypes."""
     assert graphs(Layers(constants=(1.0, 1.0, 1, 1.0))).counts == [[]]
-
-
-def test_blocks_that_differ_in_a_dtype_stay():
-    narrow = (torch.float64, torch.float64, torch.bfloat16, torch.float64)
-    assert graphs(Layers(dtypes=narrow)).counts == [[]]

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import capture, changes, fake_mesh
-from tests.golden.golden_text import assert_golden, table
+from tests.golden.golden_text import assert_golden, lines_with, table
 from tests.golden.operands import QKV
 from tests.support.forms.attention_pattern_forms import FORMS, Model
 from tests.support.forms.flex_forms import gradients_on_cpu
@@ -29,170 +29,47 @@ from tests.support.forms.query_forms import (
 from tests.support.forms.torch_forms import TABLE, TorchForm, numbers_of_torch, pattern
 
 
-def folded(mesh, *names, dtype=torch.float32):
-    """What the pass makes of these forms."""
-    texts = {}
-    for name in names:
-        form = FORMS[name]
-        more = {"sinks": torch.randn(4), "table": torch.randn(16, 4)}
-        given = form.__code__.co_varnames[3 : form.__code__.co_argcount]
-        inputs = (*torch.randn(3, 2, 4, 6, 8, dtype=dtype), *(more[x] for x in given))
-        found = capture(
-            form, *inputs, mesh=mesh, shard=QKV, until="fold_attention_patterns"
-        )
-        step = found["fold_attention_patterns"]
-        assert step.rewrites == 1, found.error
-        texts[name] = changes(step)
-    return table(texts)
-
-
-def test_masks_that_are_filled_in(mesh):
-    assert_golden(
-        folded(mesh, "filled", "filled_low", "chosen_tensor"),
-        """\
-filled:
-  + logical_not = logical_not(eq)
-  + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.353553,
-      attn_mask=logical_not)
-  ~ return: matmul_1 -> plain_attention
-  - transpose, matmul, mul, masked_fill, softmax, matmul
-filled_low:
-  + unsqueeze = unsqueeze(hidden, 0)
-  + unsqueeze_1 = unsqueeze(unsqueeze, 1)
-  + to = to(unsqueeze_1, torch.float32)
-  + mul = mul(to, -8.50706e+37)
-  + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=mul)
-  ~ return: matmul_1 -> plain_attention
-  - mT, matmul, truediv, masked_fill, softmax, matmul
-chosen_tensor:
-  + unsqueeze = unsqueeze(tril, 0)
-  + unsqueeze_1 = unsqueeze(unsqueeze, 1)
-  + logical_not = logical_not(unsqueeze_1)
-  + to = to(logical_not, torch.float32)
-  + mul = mul(to, -8.50706e+37)
-  + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=1, attn_mask=mul)
-  ~ return: matmul_1 -> plain_attention
-  - transpose, matmul, where, softmax, matmul""",
+def folded(mesh, name, dtype=torch.float32):
+    """What the pass makes of the form: nothing that reads the scores is left."""
+    form = FORMS[name]
+    more = {"sinks": torch.randn(4), "table": torch.randn(16, 4)}
+    given = form.__code__.co_varnames[3 : form.__code__.co_argcount]
+    inputs = (*torch.randn(3, 2, 4, 6, 8, dtype=dtype), *(more[x] for x in given))
+    found = capture(
+        form, *inputs, mesh=mesh, shard=QKV, until="fold_attention_patterns"
     )
+    step = found["fold_attention_patterns"]
+    assert step.rewrites == 1, found.error
+    assert not lines_with(step.after, "softmax(", "matmul(", "bmm(", "einsum(")
+    return changes(step)
 
 
-def test_what_is_written_in_place_or_read_for_its_shape(mesh):
-    """Nothing that reads the scores for their shape or dtype is left."""
+GOLDEN = ("filled", "filled_low", "chosen_tensor", "in_place", "of_the_shape", "alibi")
+GOLDEN += ("low_then_added", "einsum", "one_key_head", "channels_first", "softcapped")
+GOLDEN += ("with_sinks", "relative")
+
+
+def test_the_call(mesh):
+    """What the masks and biases are is compared as numbers, in tests/cpu/patterns."""
+    calls = {name: lines_with(folded(mesh, name), "+ plain_att") for name in GOLDEN}
     assert_golden(
-        folded(mesh, "in_place", "of_the_shape"),
+        table({name: x.partition(" = ")[2] for name, x in calls.items()}),
         """\
-in_place:
-  + unsqueeze = unsqueeze(arange, 0)
-  + unsqueeze_1 = unsqueeze(unsqueeze, 1)
-  + unsqueeze_2 = unsqueeze(unsqueeze_1, 2)
-  + unsqueeze_3 = unsqueeze(invert, 0)
-  + unsqueeze_4 = unsqueeze(unsqueeze_3, 1)
-  + expand = expand(unsqueeze_2, 1, 1, 6, 6)
-  + masked_fill = masked_fill(expand, unsqueeze_4, -inf)
-  + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5,
-      attn_mask=masked_fill)
-  ~ return: matmul_1 -> plain_attention
-  - mT, matmul, imul, iadd, masked_fill_, softmax, matmul
-of_the_shape:
-  + type_as = to(arange, torch.float32)
-  + unsqueeze = unsqueeze(type_as, 0)
-  + unsqueeze_1 = unsqueeze(unsqueeze, 1)
-  + unsqueeze_2 = unsqueeze(unsqueeze_1, 2)
-  + masked_fill_1 = masked_fill(unsqueeze_2, view, -inf)
-  + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=1,
-      attn_mask=masked_fill_1)
-  ~ return: matmul_1 -> plain_attention
-  - mT, matmul, type_as, add, expand_as, masked_fill, softmax, matmul""",
-    )
-
-
-def test_biases(mesh):
-    assert_golden(
-        folded(mesh, "alibi", "low_then_added"),
-        """\
-alibi:
-  + unflatten = unflatten(heads, 0, (2, 4))
-  + unflatten_1 = unflatten(reshape_1, 0, (2, 4))
-  + unflatten_2 = unflatten(flatten_1, 0, (2, 4))
-  + unflatten_3 = unflatten(reshape, 0, (2, 4))
-  + unsqueeze = unsqueeze(invert, 0)
-  + unsqueeze_1 = unsqueeze(unsqueeze, 1)
-  + expand_1 = expand(unflatten_3, 2, 4, 6, 6)
-  + masked_fill_1 = masked_fill(expand_1, unsqueeze_1, -8.50706e+37)
-  + plain_attention = plain_attention(unflatten, unflatten_1, unflatten_2, scale=0.5,
-      attn_mask=masked_fill_1)
-  + flatten_2 = flatten(plain_attention, 0, 1)
-  ~ view_2: bmm -> flatten_2
-  - transpose, baddbmm, view, masked_fill, softmax, to, view, bmm
-low_then_added:
-  + unsqueeze = unsqueeze(seen, 0)
-  + unsqueeze_1 = unsqueeze(unsqueeze, 1)
-  + logical_not = logical_not(unsqueeze_1)
-  + to = to(logical_not, torch.float32)
-  + mul = mul(to, -8.50706e+37)
-  + add_1 = add(mul, padding_1)
-  + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=add_1)
-  ~ return: matmul_1 -> plain_attention
-  - mT, matmul, div, where, add, softmax, matmul""",
-    )
-
-
-def test_other_products(mesh):
-    assert_golden(
-        folded(mesh, "einsum", "one_key_head", "channels_first"),
-        """\
-einsum:
-  + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5)
-  + permute = permute(plain_attention, (0, 2, 1, 3))
-  ~ transpose_3: einsum_1 -> permute
-  - transpose, transpose, transpose, einsum, mul, clone, softmax, einsum
-one_key_head:
-  + unsqueeze = unsqueeze(getitem, 1)
-  + unsqueeze_1 = unsqueeze(getitem_1, 1)
-  + unsqueeze_2 = unsqueeze(invert, 0)
-  + unsqueeze_3 = unsqueeze(unsqueeze_2, 1)
-  + to = to(unsqueeze_3, torch.float32)
-  + mul = mul(to, -8.50706e+37)
-  + plain_attention = plain_attention(l_q_, unsqueeze, unsqueeze_1, scale=1,
-      attn_mask=mul)
-  ~ return: einsum_1 -> plain_attention
-  - einsum, masked_fill, softmax, einsum
-channels_first:
-  + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5)
-  + permute = permute(plain_attention, (0, 1, 3, 2))
-  ~ mT: l_q_ -> permute
-  ~ return: mT_2 -> mT
-  - matmul, mul, softmax, mT, matmul, mT""",
-    )
-
-
-def test_what_is_done_to_scores(mesh):
-    assert_golden(
-        folded(mesh, "softcapped", "with_sinks", "relative"),
-        """\
-softcapped:
-  + unsqueeze = unsqueeze(invert, 0)
-  + unsqueeze_1 = unsqueeze(unsqueeze, 1)
-  + to_1 = to(unsqueeze_1, torch.float32)
-  + mul_2 = mul(to_1, -8.50706e+37)
-  + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, softcap=2,
-      attn_mask=mul_2)
-  ~ return: matmul_1 -> plain_attention
-  - transpose, matmul, mul, truediv, tanh, mul, masked_fill, softmax, to, matmul
-with_sinks:
-  + unsqueeze = unsqueeze(invert, 0)
-  + unsqueeze_1 = unsqueeze(unsqueeze, 1)
-  + to = to(unsqueeze_1, torch.float32)
-  + mul_1 = mul(to, -8.50706e+37)
-  + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, sinks=l_sinks_,
-      attn_mask=mul_1)
-  ~ return: matmul_1 -> plain_attention
-  - transpose, matmul, mul, masked_fill, cat, max, sub, softmax, getitem, dropout,
-      matmul
-relative:
-  + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=1, attn_mask=add_1)
-  ~ return: matmul_1 -> plain_attention
-  - transpose, matmul, iadd, softmax, type_as, matmul""",
+filled: plain_attention(l_q_, l_k_, l_v_, scale=0.353553, attn_mask=logical_not)
+filled_low: plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=mul)
+chosen_tensor: plain_attention(l_q_, l_k_, l_v_, scale=1, attn_mask=mul)
+in_place: plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=masked_fill)
+of_the_shape: plain_attention(l_q_, l_k_, l_v_, scale=1, attn_mask=masked_fill_1)
+alibi: plain_attention(unflatten, unflatten_1, unflatten_2, scale=0.5,
+    attn_mask=masked_fill_1)
+low_then_added: plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=add_1)
+einsum: plain_attention(l_q_, l_k_, l_v_, scale=0.5)
+one_key_head: plain_attention(l_q_, unsqueeze, unsqueeze_1, scale=1, attn_mask=mul)
+channels_first: plain_attention(l_q_, l_k_, l_v_, scale=0.5)
+softcapped: plain_attention(l_q_, l_k_, l_v_, scale=0.5, softcap=2, attn_mask=mul_2)
+with_sinks: plain_attention(l_q_, l_k_, l_v_, scale=0.5, sinks=l_sinks_,
+    attn_mask=mul_1)
+relative: plain_attention(l_q_, l_k_, l_v_, scale=1, attn_mask=add_1)""",
     )
 
 
@@ -201,12 +78,11 @@ def test_upcast_queries_and_keys(mesh):
     assert_golden(
         folded(mesh, "upcast_by_hand", dtype=torch.bfloat16),
         """\
-upcast_by_hand:
-  + to_3 = to(l_v_, torch.float32)
-  + plain_attention = plain_attention(to, to_1, to_3, scale=0.5)
-  + to_4 = to(plain_attention, torch.bfloat16)
-  ~ return: matmul_1 -> to_4
-  - transpose, matmul, truediv, softmax, to, matmul""",
++ to_3 = to(l_v_, torch.float32)
++ plain_attention = plain_attention(to, to_1, to_3, scale=0.5)
++ to_4 = to(plain_attention, torch.bfloat16)
+~ return: matmul_1 -> to_4
+- transpose, matmul, truediv, softmax, to, matmul""",
     )
 
 
@@ -259,15 +135,11 @@ def test_queries_that_are_no_tokens(mesh, name):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_tokens_that_begin_beside_a_sharded_input(mesh, named):
+    """Or of rows that are sharded."""
     inputs = torch.zeros(2, 16, dtype=torch.long), torch.randn(2, 3, 16, 16)
-    options = {"shard": {"ids": 1}} if named else {}
-    assert folds(Captions(), *inputs, mesh=mesh, **options) == 1
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_tokens_of_rows_that_are_sharded(mesh, named):
-    options = {"shard": {"image": 2}} if named else {}
-    assert folds(RowsFlattened(), torch.randn(2, 3, 32, 16), mesh=mesh, **options) == 1
+    ids, image = ({"shard": {"ids": 1}}, {"shard": {"image": 2}}) if named else ({}, {})
+    assert folds(Captions(), *inputs, mesh=mesh, **ids) == 1
+    assert folds(RowsFlattened(), torch.randn(2, 3, 32, 16), mesh=mesh, **image) == 1
 
 
 def test_a_twin_within_rows_stays(mesh):
@@ -297,8 +169,19 @@ def flex_and_lse(q, k, v):
     return out * lse.unsqueeze(-1).sigmoid()
 
 
+def weighted_keys(q, k, v):
+    """What it captures has a size in its text: every length has a graph of its own."""
+    weight = v.square().mean((1, 3))
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * weight[b, kv_idx]
+
+    return flex_attention(q, k, v, score_mod=score_mod)
+
+
 NAMES = ("softcapped", "with_sinks", "alibi")
-OWN = {form.__name__: form for form in (with_dropout, flex, flex_and_lse)}
+OWN = (with_dropout, flex, flex_and_lse, weighted_keys)
+OWN = {form.__name__: form for form in OWN}
 CALLED = OWN | {name: FORMS[name] for name in NAMES}
 
 

@@ -1,12 +1,14 @@
 """What mixes tokens is computed in parts along heads, channels or rows of a batch."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.cpu.against_one_process import warnings
-from tests.golden.capture import capture, changes
-from tests.golden.golden_text import assert_golden, table
+from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden, bare_calls, lines_with, table
 from tests.support.mixers import (
     AfterStem,
     GatedScan,
@@ -34,121 +36,122 @@ def exchanged(module, mesh, batch=1, tokens=4096):
 
 
 def exchanges(step):
-    """(from, to) of every exchange."""
-    found = []
-    for line in step.after.splitlines():
-        if "'exchanged'" in line:
-            *_, source, target = line.split("constraint(")[1].split(")")[0].split(", ")
-            found.append((int(source), int(target)))
-    return found
+    """Every value that is exchanged, with its dimension before and after."""
+    marks = re.findall(
+        r"constraint\((.*?), 'exchanged', (.*)\)", bare_calls(step.after)
+    )
+    return [f"{value} {dims.replace(', ', '>')}" for value, dims in marks]
 
 
-def stays(step):
-    return step.rewrites == 0 and not step.changed
+class Chunks(WrittenChunks):
+    """A tensor that is written to is split as what is written."""
+
+    chunk = 1024
 
 
-def test_sums_over_tokens_by_heads_or_rows(mesh):
-    """All between the projections is on heads; rows of a batch need one exchange."""
+class OneProjection(Lightning):
+    """Its weight has heads, too, but cutting it shares out nothing.
+
+    Chunks of tokens of single heads are no sequences of the length of a chunk.
+    """
+
+    chunk = 1024
+
+
+class ProductsOfChunks(Retention):
+    """Chunks of q and k each lie on some ranks, and one of them has to be gathered."""
+
+    chunk = 256
+
+
+def test_what_is_exchanged(mesh):
+    """All between the projections is on heads or on channels.
+
+    Then a rank needs no tokens of its neighbours; rows need one exchange each way.
+    """
     steps = {
         "heads": exchanged(LinearAttention(512), mesh),
         "rows": exchanged(LinearAttention(512), mesh, batch=2),
+        "rows of a norm over heads": exchanged(NormOverHeads(512), mesh, batch=2),
+        "channels by fft": exchanged(LongConvolution(512), mesh),
+        "channels of short kernels": exchanged(ShortConvolutions(512), mesh),
+        "after a stem": exchanged(AfterStem(512), mesh, tokens=16384),
+        "a loop over tokens": exchanged(GatedScan(4096), mesh, tokens=16),
+        "written chunks": exchanged(Chunks(512), mesh),
+        "one projection": exchanged(OneProjection(512), mesh),
+        "products of chunks": exchanged(ProductsOfChunks(512), mesh, tokens=1024),
     }
-    assert [step.rewrites for step in steps.values()] == [2, 2]
     assert_golden(
-        table({name: changes(step) for name, step in steps.items()}),
+        table({name: ", ".join(exchanges(step)) for name, step in steps.items()}),
         """\
-heads:
-  + constraint = constraint(q_2, 'exchanged', 1, 2)
-  + constraint_1 = constraint(k_2, 'exchanged', 1, 2)
-  ~ unsqueeze: k_2 -> constraint_1
-  + constraint_2 = constraint(unsqueeze_1, 'exchanged', 1, 2)
-  ~ mul: unsqueeze_1 -> constraint_2
-  ~ cumsum_1: k_2 -> constraint_1
-  ~ mul_1: q_2 -> constraint
-  ~ unsqueeze_2: q_2 -> constraint
-  + constraint_3 = constraint(truediv, 'exchanged', 2, 1)
-  ~ flatten: truediv -> constraint_3
-rows:
-  + constraint = constraint(l_x_, 'exchanged', 1, 0)
-  ~ layer_norm: l_x_ -> constraint
-  + constraint_1 = constraint(truediv, 'exchanged', 0, 1)
-  ~ flatten: truediv -> constraint_1""",
+heads: q_2 1>2, k_2 1>2, unsqueeze_1 1>2, truediv 2>1
+rows: l_x_ 1>0, truediv 0>1
+rows of a norm over heads: l_x_ 1>0, mul_1 0>1
+channels by fft: x 2>1, mixed 1>2
+channels of short kernels: transpose 2>1, transpose_2 2>1, transpose_4 2>1, truediv 2>1
+after a stem: q_2 1>2, k_2 1>2, unsqueeze_1 1>2, truediv 2>1
+a loop over tokens: chunk[1] 1>2, gate 1>2, stack 2>1
+written chunks: transpose 2>1, transpose_1 2>1, transpose_2 2>1, flatten 1>2
+one projection: transpose 2>1, cat 1>2
+products of chunks: q_1 2>1, k_1 2>1, v_1 2>1, cat 1>2""",
     )
+    counts = [steps[x].rewrites for x in ("heads", "rows", "one projection")]
+    assert counts == [2, 2, 12], "of the last one q, k and v in four chunks"
 
 
-def test_a_norm_over_heads_is_no_matter_of_heads(mesh):
-    """Nor of channels: values of one token meet between two sums over the tokens."""
-    assert stays(exchanged(NormOverHeads(512), mesh))
-    step = exchanged(NormOverHeads(512), mesh, batch=2)
-    assert exchanges(step) == [(1, 0), (0, 1)]
+class TokenWise(Mixer):
+    """Calls on single tokens, and sums that may wait: what ranks can share."""
+
+    def mix(self, q, k, v):
+        return q * k.sigmoid() + v * (q * k).sum(1, keepdim=True)
 
 
-def test_convolutions_by_channels(mesh):
-    """A rank needs no tokens of its neighbours where it has all tokens of channels."""
-    by_fft = exchanged(LongConvolution(512), mesh)
-    short = exchanged(ShortConvolutions(512), mesh)
-    assert short.rewrites == 2
-    assert_golden(
-        table({"fft": changes(by_fft), "short": changes(short)}),
-        """\
-fft:
-  + constraint = constraint(x, 'exchanged', 2, 1)
-  ~ value: x -> constraint
-  + constraint_1 = constraint(mixed, 'exchanged', 1, 2)
-  ~ transpose_1: mixed -> constraint_1
-short:
-  + constraint = constraint(transpose, 'exchanged', 2, 1)
-  ~ padded_convolution: transpose -> constraint
-  + constraint_1 = constraint(transpose_2, 'exchanged', 2, 1)
-  ~ padded_convolution_1: transpose_2 -> constraint_1
-  + constraint_2 = constraint(transpose_4, 'exchanged', 2, 1)
-  ~ padded_convolution_2: transpose_4 -> constraint_2
-  + constraint_3 = constraint(truediv, 'exchanged', 2, 1)
-  ~ flatten: truediv -> constraint_3""",
-    )
+TAPS = 1 << 16
+
+
+class AllTokens(LongKernel):
+    """A convolution that reads all tokens; its weight takes no memory."""
+
+    taps = TAPS
+
+    def __init__(self, width, of_channels=1):
+        Mixer.__init__(self, width)
+        weight = torch.zeros(1, 1, 1).expand(2 * width, of_channels, self.taps)
+        self.filter = torch.nn.Parameter(weight)
+
+
+class OfAllChannels(AllTokens):
+    def __init__(self, width):
+        super().__init__(width, width)
+
+    def mix(self, q, k, v):
+        padded = F.pad(v.transpose(1, 2), (self.taps - 1, 0))
+        mixed = F.conv1d(padded, self.filter).transpose(1, 2)
+        return q * mixed[..., : q.shape[-1]] * k
 
 
 @pytest.mark.parametrize("mesh", [4], indirect=True)
 def test_a_convolution_that_reads_all_tokens(mesh):
-    """One that reads few of others borrows these, and so does one of all channels."""
-
-    class Kernel(LongKernel):
-        """Its weight takes no memory."""
-
-        taps = 1 << 16
-
-        def __init__(self, width, of_channels=1):
-            Mixer.__init__(self, width)
-            weight = torch.zeros(1, 1, 1).expand(2 * width, of_channels, self.taps)
-            self.filter = torch.nn.Parameter(weight)
-
-    step = exchanged(Kernel(512), mesh, tokens=Kernel.taps)
-    assert_golden(
-        changes(step),
-        """\
-+ constraint = constraint(transpose, 'exchanged', 2, 1)
-~ padded_convolution: transpose -> constraint
-+ constraint_1 = constraint(padded_convolution, 'exchanged', 1, 2)
-~ mixed: padded_convolution -> constraint_1""",
-    )
-    assert stays(exchanged(LongKernel(512), mesh, tokens=Kernel.taps))
-
-    class OfAllChannels(Kernel):
-        def __init__(self, width):
-            super().__init__(width, width)
-
-        def mix(self, q, k, v):
-            padded = F.pad(v.transpose(1, 2), (self.taps - 1, 0))
-            mixed = F.conv1d(padded, self.filter).transpose(1, 2)
-            return q * mixed[..., : q.shape[-1]] * k
-
-    assert stays(exchanged(OfAllChannels(512), mesh, tokens=Kernel.taps))
+    step = exchanged(AllTokens(512), mesh, tokens=TAPS)
+    assert exchanges(step) == ["transpose 2>1", "padded_convolution 1>2"]
 
 
-def test_tokens_that_a_stem_makes(mesh):
-    step = exchanged(AfterStem(512), mesh, tokens=16384)
-    assert step.rewrites == 2
-    assert exchanges(step) == [(1, 2)] * 3 + [(2, 1)]
+STAYS = {
+    "norm over heads": (2, NormOverHeads, 4096),  # tokens meet in it
+    "what ranks can share": (2, TokenWise, 4096),
+    "few tokens of others": (4, LongKernel, TAPS),  # are borrowed
+    "all channels": (4, OfAllChannels, TAPS),
+    "four heads": (8, WrittenChunks, 32),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "make", "tokens"), STAYS.values(), ids=STAYS, indirect=["mesh"]
+)
+def test_what_stays(mesh, make, tokens):
+    step = exchanged(make(512), mesh, tokens=tokens)
+    assert step.rewrites == 0
+    assert make is WrittenChunks or not step.changed
 
 
 class NextTokens(torch.nn.Module):
@@ -175,84 +178,7 @@ def test_an_exchange_that_saves_moves(mesh, layout, count):
     )  # fmt: skip
     step = steps["exchange_mixers"]
     assert step.rewrites == count
-    assert exchanges(step) == [(1, 0), (0, 1)] * count
-
-
-def test_a_loop_over_tokens(mesh):
-    step = exchanged(GatedScan(4096), mesh, tokens=16)
-    assert_golden(
-        "\n".join(changes(step).splitlines()[:5]),
-        """\
-+ constraint = constraint(chunk[1], 'exchanged', 1, 2)
-+ constraint_1 = constraint(gate, 'exchanged', 1, 2)
-~ state: chunk[1][:, 0] -> constraint[:, 0]
-~ getitem_4: gate[:, 0] -> constraint_1[:, 0]
-~ getitem_5: gate[:, 0] -> constraint_1[:, 0]""",
-    )
-
-
-class Chunks(WrittenChunks):
-    chunk = 1024
-
-
-class OneProjection(Lightning):
-    chunk = 1024
-
-
-def test_chunks_of_tokens(mesh):
-    """A tensor that is written to is split as what is written.
-
-    A projection's weight has heads, too, but cutting it shares out nothing. Chunks of
-    tokens of single heads are no sequences of the length of a chunk.
-    """
-    written, projected = (exchanged(x(512), mesh) for x in (Chunks, OneProjection))
-    assert projected.rewrites == 12  # q, k and v in four chunks
-    texts = {"written": changes(written), "one projection": changes(projected)}
-    assert_golden(
-        table(texts),
-        """\
-written:
-  + constraint = constraint(transpose, 'exchanged', 2, 1)
-  ~ q_1: transpose -> constraint
-  + constraint_1 = constraint(transpose_1, 'exchanged', 2, 1)
-  ~ k_1: transpose_1 -> constraint_1
-  + constraint_2 = constraint(transpose_2, 'exchanged', 2, 1)
-  ~ v_1: transpose_2 -> constraint_2
-  + constraint_3 = constraint(flatten, 'exchanged', 1, 2)
-  ~ transpose_3: flatten -> constraint_3
-one projection:
-  + constraint = constraint(transpose, 'exchanged', 2, 1)
-  ~ chunk: transpose -> constraint
-  + constraint_1 = constraint(cat, 'exchanged', 1, 2)
-  ~ transpose_1: cat -> constraint_1""",
-    )
-
-
-def test_products_of_chunks_would_gather(mesh):
-    """Chunks of q and k each lie on some ranks, and one of them has to be gathered."""
-
-    class Chunks(Retention):
-        chunk = 256
-
-    step = exchanged(Chunks(512), mesh, tokens=1024)
-    assert exchanges(step) == [(2, 1)] * 3 + [(1, 2)]
-
-
-def test_what_ranks_can_share_stays(mesh):
-    """Calls on single tokens, and sums that may wait."""
-
-    class TokenWise(Mixer):
-        def mix(self, q, k, v):
-            return q * k.sigmoid() + v * (q * k).sum(1, keepdim=True)
-
-    assert stays(exchanged(TokenWise(512), mesh))
-
-
-@pytest.mark.parametrize("mesh", [8], indirect=True)
-def test_too_few_heads_for_the_ranks_stay(mesh):
-    """Four heads for eight ranks: not split, until they are split together."""
-    step = exchanged(WrittenChunks(512), mesh, tokens=32)
-    assert step.rewrites == 0
+    assert [x.split()[1] for x in exchanges(step)] == ["1>0", "0>1"] * count
 
 
 class Kept(torch.nn.Module):
@@ -286,52 +212,29 @@ def test_kept_calls(mesh):
     """What is between two rules reads all heads of a token."""
     steps = {
         "by heads": kept(mesh, "exchange"),
-        "in parts of the tokens": kept(mesh, "states"),
         "a norm over heads on tokens": kept(mesh, "exchange", norm=True),
     }
-    assert [step.rewrites for step in steps.values()] == [1, 1, 2]
     assert_golden(
-        table({name: changes(step) for name, step in steps.items()}),
+        table({name: ", ".join(exchanges(step)) for name, step in steps.items()}),
         """\
-by heads:
-  + constraint = constraint(unflatten, 'exchanged', 1, 3)
-  ~ unbind: unflatten -> constraint
-  + constraint_1 = constraint(mixer_default[0], 'exchanged', 2, 1)
-  ~ flatten: mixer_default[0] -> constraint_1
-in parts of the tokens:
-  + mixer_default = mixed_in_parts([unbind[0], unbind[1], unbind[2], neg, beta],
-      'fla.ops.gated_delta_rule:chunk_gated_delta_rule(unbind[0], unbind[1], unbind[2],
-      g, beta)')
-  - cp.mixer
-a norm over heads on tokens:
-  + constraint = constraint(unflatten, 'exchanged', 1, 3)
-  ~ unbind: unflatten -> constraint
-  + constraint_1 = constraint(mixer_default[0], 'exchanged', 2, 1)
-  ~ square: mixer_default[0] -> constraint_1
-  + constraint_2 = constraint(add, 'exchanged', 1, None)
-  ~ y_1: add -> constraint_2
-  + constraint_3 = constraint(mixer_default_1[0], 'exchanged', 2, 1)
-  ~ flatten: mixer_default_1[0] -> constraint_3""",
+by heads: unflatten 1>3, mixer_default[0] 2>1
+a norm over heads on tokens: unflatten 1>3, mixer_default[0] 2>1, add 1>None,
+    mixer_default_1[0] 2>1""",
     )
+    step = kept(mesh, "states")
+    assert step.rewrites == 1 and exchanges(step) == []
+    (call,) = lines_with(step.after, "mixed_in_parts(").splitlines()
+    assert "chunk_gated_delta_rule" in call
 
 
 @pytest.mark.parametrize("mesh", [8], indirect=True)
 def test_a_kept_call_of_few_heads(mesh):
     """Four heads of sixteen channels: ranks share channels, and read all keys."""
-    step = kept(mesh, "exchange")
-    assert step.rewrites == 1
     assert_golden(
-        changes(step),
+        ", ".join(exchanges(kept(mesh, "exchange"))),
         """\
-+ constraint = constraint(unbind[0], 'exchanged', 1, None)
-+ constraint_1 = constraint(unbind[1], 'exchanged', 1, None)
-+ constraint_2 = constraint(unbind[2], 'exchanged', 1, 3)
-+ constraint_3 = constraint(beta, 'exchanged', 1, None)
-+ constraint_4 = constraint(neg, 'exchanged', 1, None)
-~ mixer_default: [unbind[0], unbind[1], unbind[2], neg, beta] -> [constraint,
-    constraint_1, constraint_2, constraint_4, constraint_3]
-+ constraint_5 = constraint(mixer_default[0], 'exchanged', 3, 1)
-~ flatten: mixer_default[0] -> constraint_5""",
+unbind[0] 1>None, unbind[1] 1>None, unbind[2] 1>3, beta 1>None, neg 1>None,
+    mixer_default[0] 3>1""",
     )
 
 
@@ -379,9 +282,5 @@ def test_operands_are_gathered_in_one_order_on_all_ranks(mesh):
             strategy="gather",
             until="exchange_mixers",
         )["exchange_mixers"]
-    gathered = [
-        line.split("constraint(")[1].split(",")[0]
-        for line in step.after.splitlines()
-        if "'exchanged'" in line
-    ]
+    gathered = [x.split()[0] for x in exchanges(step)]
     assert gathered == ["l_beta_", "l_g_", "l_v_", "l_k_", "l_q_"]

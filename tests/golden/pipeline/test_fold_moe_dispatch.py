@@ -23,20 +23,13 @@ def captured(fn, mesh, *more):
 @pytest.mark.parametrize("name", ROUTED)
 def test_how_many_regions_become_one_call(mesh, name):
     model = ROUTED[name]()
-
-    def step(tokens):
-        return model(tokens)
-
-    assert captured(step, mesh)["fold_moe_dispatch"].rewrites == ROUTES[name]
+    found = captured(lambda tokens: model(tokens), mesh)
+    assert found["fold_moe_dispatch"].rewrites == ROUTES[name]
 
 
 def test_the_rewrite(mesh):
     model = ROUTED["Routed"]()
-
-    def step(tokens):
-        return model(tokens)
-
-    found = captured(step, mesh)
+    found = captured(lambda tokens: model(tokens), mesh)
     words = ("topk", "ids", "sort", "rows", "rout", "getitem", "counts", "view")
     text = lines_with(found["fold_moe_dispatch"].after, *words)
     assert_golden(
@@ -192,26 +185,21 @@ TWINS = {
 }
 
 
-def test_numbers_that_only_data_tells_are_checked(mesh):
-    layer = Layer(*LOOKED_UP)
+@pytest.mark.parametrize("given", [(plain,), LOOKED_UP], ids=["plain", "looked up"])
+def test_what_the_twins_differ_from(mesh, given):
+    """Numbers that only data tells are checked in the call."""
+    layer = Layer(*given)
     found = captured(lambda tokens: layer(tokens), mesh)["fold_moe_dispatch"]
     assert found.rewrites == 1
-    assert "cp.expert_numbers" not in found.after  # it is a part of the call
-
-
-def test_what_the_twins_differ_from(mesh):
-    layer = Layer(plain)
-    found = captured(lambda tokens: layer(tokens), mesh)["fold_moe_dispatch"]
-    assert found.rewrites == 1 and "# [64, 32]" not in found.after
+    assert not lines_with(found.after, "# [64, 32]", "cp.expert_numbers")
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_stays(mesh, name):
     layer = Layer(*TWINS[name])
     found = captured(lambda tokens: layer(tokens), mesh)
-    assert (
-        "# [64, 32]" in found["fold_moe_dispatch"].after
-    )  # rows, not inside of a call
+    rows = "# [64, 32]"  # not inside of a call
+    assert rows in found["fold_moe_dispatch"].after
 
 
 def test_no_attention_of_repeated_padding(mesh):

@@ -1,6 +1,5 @@
 """Graphs in the local view: nothing is moved between the layout and the results."""
 
-import pytest
 import torch
 import torch.nn as nn
 
@@ -60,13 +59,6 @@ global:
       group=GROUP)
   return (relayout,)""",
     )
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_contiguous_batch_stays_as_it_is(mesh, view):
-    result, (code,) = compiled(block, entering(mesh, "contiguous"), **VIEWS[view])
-    assert "cp.relayout" not in code and "zigzag" not in code
-    assert layout_of(result) is Layout.CONTIGUOUS
 
 
 class Scaled(nn.Module):

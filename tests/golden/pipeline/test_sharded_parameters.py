@@ -40,16 +40,6 @@ def captured(mesh, model, sharding=None, **options):
 
 def test_parameters_are_gathered_where_they_are_read(mesh):
     """In regions inside, so that the backward gathers again."""
-    found = captured(mesh, Layer(), shard={"x": 1})
-    words = ("gather_parameter", "checkpoint(")
-    assert_golden(
-        found.lines(*words),
-        """\
-whole_parameter = cp_gather_parameter(l_self_modules_inner_parameters_weight_, (S(0),),
-    (8, 8), (8, 1), None, None)  # [8, 8]
-whole_parameter_1 = cp_gather_parameter(l_self_parameters_scale_, (R,), (), (), None,
-    None)  # []""",
-    )
     layer = Layer()
 
     def fn(x):
@@ -59,7 +49,7 @@ whole_parameter_1 = cp_gather_parameter(l_self_parameters_scale_, (R,), (), (), 
     x = torch.randn(2, 8, 8, dtype=torch.bfloat16)
     found = capture(fn, x, mesh=mesh, strategy="ring", shard={"x": 1})
     assert_golden(
-        found.lines(*words),
+        found.lines("gather_parameter", "checkpoint("),
         """\
 tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0,
     l_layer_modules_inner_parameters_weight_, l_x_, l_layer_parameters_scale_,
@@ -119,28 +109,30 @@ def with_gradient(mesh):
     return layer
 
 
-@pytest.mark.parametrize(
-    ("make", "given", "text"),
-    [
-        (lambda mesh: nn.GRU(4, 4), {}, "keeps a list of its parameters"),
-        (with_gradient, {}, "weight of the module (Linear) has a gradient"),
-        (
-            lambda mesh: parallelize_module(
-                nn.Linear(4, 4), mesh["cp"], ColwiseParallel()
-            ),
-            {},
-            "is a DTensor on the axes ('cp',)",
-        ),
-        (
-            lambda mesh: cp.shard_parameters(nn.Linear(4, 4), mesh),
-            {},
-            "is a DTensor on the axes ('dp_cp',)",
-        ),
-        (lambda mesh: nn.Linear(4, 4), {"axes": ("cp", "dp")}, "in their order"),
-        (lambda mesh: nn.Linear(4, 4), {"axes": "tp"}, "needed an axis 'tp'"),
-        (lambda mesh: nn.Linear(4, 4), {"axes": ()}, "needed some of these"),
-    ],
-)
+def linear(mesh):
+    return nn.Linear(4, 4)
+
+
+def of_tensor_parallelism(mesh):
+    return parallelize_module(nn.Linear(4, 4), mesh["cp"], ColwiseParallel())
+
+
+REFUSED = [
+    (lambda mesh: nn.GRU(4, 4), {}, "keeps a list of its parameters"),
+    (with_gradient, {}, "weight of the module (Linear) has a gradient"),
+    (of_tensor_parallelism, {}, "is a DTensor on the axes ('cp',)"),
+    (
+        lambda mesh: cp.shard_parameters(linear(mesh), mesh),
+        {},
+        "is a DTensor on the axes ('dp_cp',)",
+    ),
+    (linear, {"axes": ("cp", "dp")}, "in their order"),
+    (linear, {"axes": "tp"}, "needed an axis 'tp'"),
+    (linear, {"axes": ()}, "needed some of these"),
+]
+
+
+@pytest.mark.parametrize(("make", "given", "text"), REFUSED)
 def test_what_cannot_be_sharded(mesh, make, given, text):
     module = make(mesh)
     with pytest.raises(InputError, match=re.escape(text)):

@@ -35,39 +35,29 @@ def topology(graph):
     return calls
 
 
+CASES = [(5, None), *itertools.product((16, 14), (None, "ulysses", "ring"))]
+
+
+@pytest.mark.parametrize(("seq", "inner"), CASES)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("seq", [16, 14, 5])
-def test_every_rank_has_the_same_calls(monkeypatch, causal, seq):
-    """14 tokens: 4, 4, 4, 2. 5 tokens: 2, 2, 1, 0."""
+def test_every_rank_has_the_same_calls(monkeypatch, causal, seq, inner):
+    """14 tokens: 4, 4, 4, 2. 5 tokens: 2, 2, 1, 0. inner: of a hybrid."""
     monkeypatch.setattr(choice, "_has_triton", lambda: True)
-    graphs = [traced(rank, 4, seq=seq, causal=causal) for rank in range(4)]
+    options = {"seq": seq, "causal": causal}
+    options |= {} if inner is None else {"strategy": "hybrid", "inner": inner}
+    graphs = [traced(rank, 4, **options) for rank in range(4)]
+    ring = 4 if inner is None else 2
     for direction, kernel in itertools.product((0, 1), ("aten_flash", "triton")):
         found, wheres = [], []
         for rank in range(4):
             graph = copy.deepcopy(graphs[rank][direction])
-            assert expand(graph, rank, 4, limit=4, kernel=kernel) == 1
+            assert expand(graph, rank, 4, limit=ring, kernel=kernel, inner=inner) == 1
             found.append(topology(graph))
             shifts = graph.find_nodes(op="call_function", target=SHIFT)
             wheres.append([x.args[2].removesuffix(NOTHING_TO_HIDE_IT) for x in shifts])
         assert all(x == found[0] for x in found)
         assert all(x == wheres[0] for x in wheres)
-        assert len(wheres[0]) == (3 if direction == 0 else 3 + 4)
-
-
-@pytest.mark.parametrize("inner", ["ulysses", "ring"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("seq", [16, 14])
-def test_every_rank_of_a_hybrid_has_the_same_calls(monkeypatch, causal, seq, inner):
-    monkeypatch.setattr(choice, "_has_triton", lambda: True)
-    options = {"seq": seq, "causal": causal, "strategy": "hybrid", "inner": inner}
-    graphs = [traced(rank, 4, **options) for rank in range(4)]
-    for direction, kernel in itertools.product((0, 1), ("aten_flash", "triton")):
-        found = []
-        for rank in range(4):
-            graph = copy.deepcopy(graphs[rank][direction])
-            assert expand(graph, rank, 4, limit=2, kernel=kernel, inner=inner) == 1
-            found.append(topology(graph))
-        assert all(x == found[0] for x in found)
+        assert len(wheres[0]) == ring - 1 + ring * direction
 
 
 @pytest.mark.parametrize("kernel", ["aten_flash", "triton"])

@@ -11,7 +11,7 @@ from cpcompile.kernels import choice
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 from tests.golden.capture import fake_group
 from tests.golden.golden_text import assert_golden, lines_with
-from tests.golden.ring_graphs import brief, expand, kept_graphs, name_operands, text
+from tests.golden.ring_graphs import expand, kept_graphs, name_operands, text
 from tests.support.attention_calls import rest
 
 RANKS = 4
@@ -45,66 +45,14 @@ def key_ranges_of(code):
     return "; ".join(x or "all" for x in ranges)
 
 
-def test_forward_of_zigzag():
-    """All queries see the first four of eight keys of rank 0, and the last four see all
-    keys of ranks 3 and 2."""
-    graph, _ = traced(1, "zigzag")
-    ring = "sizes=[32, 32], spec='causal zigzag scale=0.5', group=GROUP)"
-    assert ring in text(graph)
-    unrolled(graph, 1)
-    assert_golden(
-        lines_with(brief(graph), "= cp."),
-        """\
-shift = cp.ring_shift([k, v], where='keys and values, step 0')
-step = cp.attention_step(q, k, v, upper=[1, 1], final=False, after=shift[0])
-wait = cp.ring_wait(shift[0], step[0], where='keys and values, step 0')
-wait_1 = cp.ring_wait(shift[1], step[0], where='keys and values, step 0')
-shift_1 = cp.ring_shift([wait, wait_1], where='keys and values, step 1')
-step_1 = cp.attention_step(q, wait, wait_1, step[0], step[1], keys=[0, 4], final=False,
-    after=shift_1[0])
-wait_2 = cp.ring_wait(shift_1[0], step_1[0], where='keys and values, step 1')
-wait_3 = cp.ring_wait(shift_1[1], step_1[0], where='keys and values, step 1')
-shift_2 = cp.ring_shift([wait_2, wait_3], where='keys and values, step 2')
-step_2 = cp.attention_step(q, wait_2, wait_3, step_1[0], step_1[1], rows=[4, 8],
-    final=False, after=shift_2[0])
-wait_4 = cp.ring_wait(shift_2[0], step_2[0], where='keys and values, step 2')
-wait_5 = cp.ring_wait(shift_2[1], step_2[0], where='keys and values, step 2')
-step_3 = cp.attention_step(q, wait_4, wait_5, step_2[0], step_2[1], rows=[4, 8],
-    final=True)""",
-    )
-
-
-def test_backward_of_zigzag():
-    _, graph = traced(1, "zigzag")
-    unrolled(graph, 1)
-    text = lines_with(brief(graph), "= cp.attention_step", "= cp.ring_shift")
-    assert_golden(
-        text,
-        """\
-shift = cp.ring_shift([k, v], where='keys and values, step 0')
-step_backward = cp.attention_step_backward(grad, q, k, v, lse, out, parts='all',
-    upper=[1, 1], final=False, after=shift[0])
-shift_1 = cp.ring_shift([step_backward[1], step_backward[2]], where='dk and dv, step 0')
-shift_2 = cp.ring_shift([wait, wait_1], where='keys and values, step 1',
-    after=shift_1[0])
-step_backward_1 = cp.attention_step_backward(grad, q, wait, wait_1, lse, out,
-    [step_backward[0]], parts='all', keys=[0, 4], final=False, after=shift_2[0])
-shift_3 = cp.ring_shift([add, add_1], where='dk and dv, step 1')
-shift_4 = cp.ring_shift([wait_4, wait_5], where='keys and values, step 2',
-    after=shift_3[0])
-step_backward_2 = cp.attention_step_backward(grad, q, wait_4, wait_5, lse, out,
-    [step_backward_1[0]], parts='all', rows=[4, 8], final=False, after=shift_4[0])
-shift_5 = cp.ring_shift([add_2, add_3], where='dk and dv, step 2')
-step_backward_3 = cp.attention_step_backward(grad, q, wait_8, wait_9, lse, out,
-    [step_backward_2[0]], parts='all', rows=[4, 8], final=True, after=shift_5[0])
-shift_6 = cp.ring_shift([add_4, add_5], where='dk and dv, step 3, behind no step')""",
-    )
-
-
 def test_limits():
-    """rows, keys, upper and lower of the steps of a rank, and those of the backward."""
+    """rows, keys, upper and lower of the steps of a rank, and those of the backward.
+
+    In zigzag all queries of rank 1 see the first four of eight keys of rank 0, and the
+    last four see all keys of ranks 3 and 2.
+    """
     limits = {}
-    for layout, rank in (("zigzag", 3), ("striped", 1), ("fold", 1)):
+    for layout, rank in (("zigzag", 1), ("zigzag", 3), ("striped", 1), ("fold", 1)):
         forward, backward = (
             key_ranges_of(unrolled(x, rank)) for x in traced(rank, layout)
         )
@@ -113,6 +61,7 @@ def test_limits():
     assert_golden(
         "\n".join(f"{place}: {text}" for place, text in limits.items()),
         """\
+zigzag on rank 1: upper=[1, 1]; keys=[0, 4]; rows=[4, 8]; rows=[4, 8]
 zigzag on rank 3: upper=[1, 1]; keys=[0, 4]; keys=[0, 4]; keys=[0, 4]
 striped on rank 1: upper=[1, 1]; upper=[1, 1]; upper=[0, 0]; upper=[0, 0]
 fold on rank 1: upper=[1, 1]; upper=[1, 0]; upper=[0, 1]; upper=[0, 1]""",

@@ -1,5 +1,7 @@
 """Which inputs carry the sequence, where nobody says so; sizes must not matter."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn as nn
@@ -126,6 +128,29 @@ def written(ids):
     return attend(TABLE(begun))
 
 
+class Convolved(nn.Module):
+    """No attention: rows of images, or samples of sounds, are what is shared out."""
+
+    def __init__(self, dims, count):
+        super().__init__()
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
+        layers = [
+            (conv(3 if n == 0 else 8, 8, 3, 2, 1), norm(8), nn.ReLU())
+            for n in range(count)
+        ]
+        self.layers = nn.Sequential(*itertools.chain(*layers))
+
+    def forward(self, x):
+        return self.layers(x).flatten(2).mean(-1)
+
+
+def encoder_layer(**how):
+    """Tokens of torch's modules come first, [S, B, C], unless batch_first is set."""
+    return nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, **how)
+
+
+IMAGE, TOKENS = torch.randn(2, 3, 16, 32), torch.randn(16, 16, 32)
 CUBE, ROTATION = torch.randn(8, 8, 8, 8), torch.randn(32, 32)
 INFERRED = {
     # Batch, heads, tokens and head dimension are all 8; only the place counts.
@@ -162,6 +187,12 @@ INFERRED = {
     "no attention": (lambda x: x.relu(), (torch.randn(2, 16, 8),), {}),
     "rows of images": (Rows(), (torch.randn(2, 3, 40, 12),), {"x": 2}),
     "one convolution": (Patches(), (torch.randn(2, 3, 40, 12),), {}),
+    "a sound": (Convolved(1, 2), (torch.randn(2, 3, 32),), {"x": 2}),
+    "an image": (Convolved(2, 2), (IMAGE,), {"x": 2}),
+    "a video": (Convolved(3, 2), (torch.randn(2, 3, 8, 16, 32),), {"x": 3}),
+    "a net of one convolution": (Convolved(2, 1), (IMAGE,), {}),
+    "batch first": (encoder_layer(batch_first=True), (TOKENS,), {"src": 1}),
+    "tokens first": (encoder_layer(), (TOKENS,), {"src": 0}),
 }
 
 
@@ -169,15 +200,6 @@ INFERRED = {
 def test_what_is_inferred(mesh, name):
     fn, args, dims = INFERRED[name]
     assert inferred(fn, *args, mesh=mesh) == dims
-
-
-def test_torchs_own_attention_modules(mesh):
-    """Their tokens come first, [S, B, C], also where batch_first is set."""
-    layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
-    x = torch.randn(16, 16, 32)
-    assert inferred(layer, x, mesh=mesh) == {"src": 1}
-    layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0)
-    assert inferred(layer, x, mesh=mesh) == {"src": 0}
 
 
 def test_an_image_is_cut_where_tokens_begin(mesh, caplog):
@@ -239,15 +261,6 @@ def test_either_reading_may_be_chosen(mesh, caplog, dim):
     assert not warnings(caplog)
 
 
-def test_a_square_that_is_read_both_ways(mesh):
-    with pytest.raises(InputError, match=r'"x": 1.* or .*"x": 2'):
-        capture(
-            lambda x: attend(x) + attend(x.transpose(1, 2)),
-            torch.randn(2, 16, 16),
-            mesh=mesh,
-        )
-
-
 def test_named_inputs_are_the_users_choice(mesh):
     q = torch.randn(2, 4, 16, 8)
     attention = lambda q, k, v: sdpa(q, k, v)  # noqa: E731
@@ -260,31 +273,3 @@ def test_distributed_inputs_say_it_themselves(mesh):
     tokens = cp.shard(torch.randint(50, (2, 16)), mesh, 1)
     captured = capture(Decoder(), tokens, torch.randint(50, (2, 16)), mesh=mesh)
     assert not any(x.inferred for x in captured.ctx.inputs.values())
-
-
-class Convolved(nn.Module):
-    """No attention: rows of images, or samples of sounds, are what is shared out."""
-
-    def __init__(self, dims, count):
-        super().__init__()
-        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
-        norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
-        self.layers = nn.Sequential(
-            *(
-                layer
-                for n in range(count)
-                for layer in (conv(3 if n == 0 else 8, 8, 3, 2, 1), norm(8), nn.ReLU())
-            )
-        )
-
-    def forward(self, x):
-        return self.layers(x).flatten(2).mean(-1)
-
-
-@pytest.mark.parametrize(
-    ("dims", "count", "dim"), [(1, 2, 2), (2, 2, 2), (3, 2, 3), (2, 1, None)]
-)
-def test_a_net_of_convolutions(mesh, dims, count, dim):
-    x = torch.randn(2, 3, *[8, 16, 32][-dims:])
-    found = inferred(Convolved(dims, count), x, mesh=mesh)
-    assert found == ({} if dim is None else {"x": dim})

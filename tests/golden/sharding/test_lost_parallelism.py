@@ -62,21 +62,6 @@ class ByHand(nn.Module):
         return weights @ v + (weights.sum() if self.kind == "rows" else 0.0)
 
 
-class KeysFirst(ByHand):
-    """Scores [keys, queries], which DTensor shards along the keys, or the other way."""
-
-    def __init__(self, keys_first: bool) -> None:
-        super().__init__()
-        self.keys_first = keys_first
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        if self.keys_first:
-            scores = (k @ q.mT).square()
-            return scores.softmax(-2).mT @ v
-        return (q @ k.mT).square().softmax(-1) @ v
-
-
 class Weights(nn.MultiheadAttention):
     """A module that returns weights."""
 
@@ -107,8 +92,6 @@ TOLD = {
         lambda: ByHand("rows"), {},
         ("is computed by rows of queries, because its weights are read more", ROWS),
     ),
-    "keys first": (lambda: KeysFirst(True), {"shard": {"x": 1}}, (ROWS,)),
-    "queries first": (lambda: KeysFirst(False), {"shard": {"x": 1}}, (ROWS,)),
 }  # fmt: skip
 
 
@@ -191,13 +174,18 @@ class BreaksAround(Block):
         return x + self.outer(self.attend(x))
 
 
+def line_of(text):
+    """The line of the program that a warning names."""
+    file, line = text.split(" at ")[1].split(" ")[0].rsplit(":", 1)
+    return linecache.getline(file, int(line))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_attention_inside_of_a_break(mesh, caplog):
     run(BreaksAround(), activations(), mesh=mesh)
     text, *others = warnings(caplog)
     assert text.startswith("graph break in ")
-    file, line = text.split(" at ")[1].split(" ")[0].rsplit(":", 1)
-    assert "sdp_kernel" in linecache.getline(file, int(line))
+    assert "sdp_kernel" in line_of(text)
     assert "attention that is called there runs in whole on every rank" in text
     assert "remove the break" in text
     # torch 2.15 has a graph for what comes after the break; it has no attention
@@ -222,8 +210,7 @@ def test_a_function_that_breaks_in_a_loop(mesh, caplog):
     run(BreaksInLoop(), activations(), mesh=mesh)
     texts = [x for x in warnings(caplog) if "runs in eager on every rank" in x]
     text = texts[0]
-    file, line = text.split(" at ")[1].split(" ")[0].rsplit(":", 1)
-    assert "def forward" in linecache.getline(file, int(line))
+    assert "def forward" in line_of(text)
     assert "attention in functions that are not compiled runs in whole" in text
     assert "fullgraph=True" in text
 
@@ -312,8 +299,7 @@ def test_a_hook_that_breaks_the_graph(mesh, caplog):
     run(FrozenEmbedding(), torch.randint(9, (2, TOKENS)), mesh=mesh)
     texts = warnings(caplog)
     (broken,) = [x for x in texts if x.startswith("graph break at ")]
-    file, line = broken.split(" at ")[1].split(" ")[0].rsplit(":", 1)
-    assert "register_forward_hook" in linecache.getline(file, int(line))
+    assert "register_forward_hook" in line_of(broken)
     assert "requires_grad_() intermediate leaked as output" in broken
     assert "call requires_grad_ outside of what is compiled" in broken
     assert '"use_reentrant": False' in broken

@@ -13,7 +13,7 @@ from tests.golden.capture import (
     warnings,
     without_lines,
 )
-from tests.golden.golden_text import assert_golden, table
+from tests.golden.golden_text import assert_golden, lines_with, table
 from tests.golden.operands import attend
 
 SHARD = {"x": 1}
@@ -71,56 +71,37 @@ def numbered(mesh, fn, *more):
         return capture_pass("number_rows", fn, x, *more, mesh=mesh, shard=SHARD)
 
 
-def how_numbered(mesh, *fns):
+def test_rows_are_numbered(mesh):
+    """By token for masks of entries, and by row where all entries of one are equal.
+
+    So that no integer for each entry of the sequence is on every rank.
+    """
     texts = {}
-    for fn in fns:
+    for fn in (assign, add, scatter, scatter_rows):
         step = numbered(mesh, fn, *WRITES[fn])
         assert step.rewrites == 1
-        texts[fn.__name__] = without_lines(changes(step))
-    return table(texts)
-
-
-def test_rows_are_numbered(mesh):
+        texts[fn.__name__] = lines_with(changes(step), "row_numbers(", "write_rows")
     assert_golden(
-        how_numbered(mesh, assign, add),
+        without_lines(table(texts)),
         """\
 assign:
   + row_numbers_default = cp.row_numbers(l_mask_, rows=11, exact=True, by_token=False,
       where='<top level> (LINE)')
   + write_rows_ = write_rows_(y, l_mask_, row_numbers_default, l_rows_, 0, False)
-  - setitem
 add:
   + row_numbers_default = cp.row_numbers(l_mask_, rows=11, exact=True, by_token=False,
       where='<top level> (LINE)')
   + write_rows_ = write_rows_(y, l_mask_, row_numbers_default, l_rows_, 0, True)
-  - getitem, aten.sym_size.int, ge, aten._assert_scalar, le, aten._assert_scalar, eq,
-      aten._assert_scalar, add, setitem""",
-    )
-
-
-def test_masks_of_entries(mesh):
-    """They are numbered by token, and by row where all entries of a row are equal.
-
-    So that no integer for each entry of the sequence is on every rank.
-    """
-    assert_golden(
-        how_numbered(mesh, scatter, scatter_rows),
-        """\
 scatter:
-  + reshape = reshape(l_rows_, (-1,))
   + row_numbers_default = cp.row_numbers(l_mask_, rows=300, exact=False, by_token=True,
       where='<top level> (LINE)')
   + write_rows = write_rows(relu, l_mask_, row_numbers_default, reshape, 0, False)
   ~ return: masked_scatter -> write_rows
-  - masked_scatter
 scatter_rows:
-  + getitem_1 = expand_as[..., 0]
-  + reshape = reshape(l_rows_, (-1, 8))
   + row_numbers_default = cp.row_numbers(getitem_1, rows=12, exact=False,
       by_token=False, where='<top level> (LINE)')
   + write_rows = write_rows(y, getitem_1, row_numbers_default, reshape, 0, False)
-  ~ return: masked_scatter -> write_rows
-  - masked_scatter""",
+  ~ return: masked_scatter -> write_rows""",
     )
 
 

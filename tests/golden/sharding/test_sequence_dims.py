@@ -3,14 +3,13 @@
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.model.sharding.dim_flows import token_operands
 from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
-from tests.golden.operands import attend, heads, sdpa
+from tests.golden.operands import attend
 
 
 def traced(fn, *args, **kwargs):
@@ -38,36 +37,6 @@ def dims(fn, *args, mesh, **kwargs):
     sequence_dims = read(graph, mesh)
     found = {node.name: sequence_dims.of(node) for node in all_nodes(graph)}
     return {name: dim for name, dim in found.items() if dim is not None}
-
-
-def test_a_layer(mesh):
-    weight = torch.randn(24, 8)
-
-    def layer(x):
-        q, k, v = F.linear(x, weight).chunk(3, -1)
-        return sdpa(heads(q, 2), heads(k, 2), heads(v, 2))
-
-    found = dims(layer, torch.randn(2, 16, 8), mesh=mesh)
-    one, two = TokenDim(1), TokenDim(2)
-    names = {name: dim for name, dim in found.items() if "weight" not in name}
-    assert names == {
-        "l_x_": one,
-        "linear": one,
-        **dict.fromkeys(("q", "k", "v"), one),
-        **dict.fromkeys(("unflatten", "unflatten_1", "unflatten_2"), one),
-        **dict.fromkeys(("transpose", "transpose_1", "transpose_2"), two),
-    }
-
-
-def test_what_only_conditions_is_no_stream(mesh):
-    """A score of every sample, and what stands after the last attention."""
-    found = dims(
-        lambda x, t: attend(x * t.sigmoid()[:, None]).relu(),
-        torch.randn(2, 8, 8),
-        torch.randn(2, 8),
-        mesh=mesh,
-    )
-    assert "l_t_" not in found and "sigmoid" not in found and "relu" not in found
 
 
 def test_batch_and_tokens_in_one_dimension(mesh):
@@ -132,18 +101,6 @@ def test_a_whole_sequence_wins_over_its_windows(mesh):
     sequence_dims = read(graph, mesh)
     assert {x.dim.outer for x in sequence_dims.found[node]} == {1, 4}
     assert sequence_dims.of(node) == TokenDim(1)
-
-
-def test_two_readings_are_none(mesh):
-    def both(x):
-        y = x.relu()
-        return attend(y) + attend(y.transpose(1, 2))
-
-    graph = traced(both, torch.randn(2, 16, 16))
-    sequence_dims = read(graph, mesh)
-    (node,) = (node for node in graph.nodes if node.name == "y")
-    assert sequence_dims.of(node) is None
-    assert set(sequence_dims.candidates(node)) == {TokenDim(1), TokenDim(2)}
 
 
 def test_through_checkpoint_regions(mesh):

@@ -12,7 +12,7 @@ from torch._logging._internal import trace_log
 
 import cpcompile as cp
 from cpcompile.cost.plain_data import to_dict
-from cpcompile.passes.pipeline import MODEL, WHOLE
+from cpcompile.passes.pipeline import JOINT, MODEL, WHOLE
 
 
 class Artifacts(logging.Handler):
@@ -70,16 +70,14 @@ def test_passes_are_timed_as_those_of_torch(mesh):
         assert len(compilation_time_metrics[key]) == known.get(key, 0) + 1
 
 
-def test_the_changes_of_a_pass_are_followed(mesh):
-    with inductor_config.patch({"trace.provenance_tracking_level": 1}):
+@pytest.mark.parametrize("disabled", ["", "cp_insert_attention"])
+def test_settings_of_torch(mesh, disabled):
+    """A pass that the user disables does not run; changes of others are followed."""
+    settings = {"trace.provenance_tracking_level": 1, "disabled_passes": disabled}
+    with inductor_config.patch(settings):
         _, found = compiled(mesh)
     assert "cp_localise" in found
-
-
-def test_a_pass_that_the_user_disables_does_not_run(mesh):
-    with inductor_config.patch(disabled_passes="cp_insert_attention"):
-        _, found = compiled(mesh)
-    assert "cp_localise" in found and "cp_insert_attention" not in found
+    assert ("cp_insert_attention" in found) == (not disabled)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +94,9 @@ def test_passes_on_the_joint_graph_run_as_the_others_do(mesh, disabled, left):
     with inductor_config.patch(disabled_passes=disabled):
         compiled(mesh)
     ran = [
-        name
-        for name in (
-            "sink_slices",
-            "tile_tokens",
-            "save_before_writes",
-            "record_mixers",
-        )
-        if len(compilation_time_metrics.get(key := f"pass.cp_{name}", []))
+        run.__name__
+        for run in JOINT
+        if len(compilation_time_metrics.get(key := f"pass.cp_{run.__name__}", []))
         > known.get(key, 0)
     ]
     assert ran == left

@@ -26,21 +26,15 @@ def test_a_model_and_its_loss(mesh):
     shard = {"ids": 1, "labels": 1}
     text = localised(loss, ids, ids.clone(), shard=shard, mesh=mesh).text
     assert_golden(
-        lines_with(text, "split", "embedding_1 =", "all_reduce", "return"),
+        lines_with(text, "= aten.split", "= aten.embedding(", "all_reduce("),
         """\
 split = aten.split.Tensor(primals_2, split_size=3, dim=1)
-getitem_1 = split[1]
 split_1 = aten.split.Tensor(primals_4, split_size=3, dim=1)
-getitem_5 = split_1[1]
 embedding_1 = aten.embedding(primals_1, clone)
 all_reduce = _c10d_functional.all_reduce(div_2, reduce_op='sum', group_name='0')
-wait_tensor = _c10d_functional.wait_tensor(all_reduce)
 all_reduce_1 = _c10d_functional.all_reduce(embedding_dense_backward_1, reduce_op='sum',
     group_name='0')
-wait_tensor_1 = _c10d_functional.wait_tensor(all_reduce_1)
-all_reduce_2 = _c10d_functional.all_reduce(t_6, reduce_op='sum', group_name='0')
-wait_tensor_2 = _c10d_functional.wait_tensor(all_reduce_2)
-return [wait_tensor, wait_tensor_1, None, wait_tensor_2, None]""",
+all_reduce_2 = _c10d_functional.all_reduce(t_6, reduce_op='sum', group_name='0')""",
     )
 
 
@@ -55,12 +49,8 @@ def test_rows_of_heads_and_products_of_a_batch_stay_apart(mesh):
     text = localised(
         scores, torch.randn(2, 10, 8), keys, shard={"x": 1}, mesh=mesh
     ).text
-    assert_golden(
-        lines_with(text, "_softmax_1 =", "bmm_2 =", "all_gather"),
-        """\
-_softmax_1 = aten._softmax(view_9, dim=3, half_to_float=False)
-bmm_2 = aten.bmm(view_11, view_12)""",
-    )
+    assert "_softmax_1 = aten._softmax(view_9, dim=3, half_to_float=False)" in text
+    assert "bmm_2 = aten.bmm(view_11, view_12)" in text and "all_gather" not in text
 
 
 def test_a_shift_sends_the_tokens_at_borders(mesh):
@@ -117,14 +107,11 @@ def test_what_fails_on_another_rank_is_gathered_here_too(mesh, monkeypatch, capl
         lambda x: (x * weight).sin().sum(1), x, shard={"x": 1}, mesh=mesh
     ).text
     assert_golden(
-        lines_with(text, "all_gather", "sin_2", "cos"),
+        lines_with(text, "all_gather_into_tensor(", "sin(", "cos("),
         """\
 all_gather_into_tensor = _c10d_functional.all_gather_into_tensor(mul_6, group_size=4,
     group_name='0')
-wait_tensor_2 = _c10d_functional.wait_tensor(all_gather_into_tensor)
 sin_2 = aten.sin(clone_3)
-split_4 = aten.split.Tensor(sin_2, split_size=3, dim=1)
-cos_2 = aten.cos(mul_6)
-mul_7 = aten.mul.Tensor(clone_5, cos_2)""",
+cos_2 = aten.cos(mul_6)""",
     )
     assert f"sin runs on gathered tensors, because {reason}" in warnings(caplog)
