@@ -26,6 +26,7 @@ import math
 import torch
 from torch import Tensor
 
+from cpcompile.apps.verification.bounds import error_where_defined, scale_of
 from tests.support.bounds import TIMES, Deviation
 
 FLOOR = 1e-4  # of the largest gradient
@@ -44,8 +45,8 @@ def distances(got: Values, exact: Values) -> dict[str, float]:
     A gradient of zeros may be missing: where a parameter changes a result that the loss
     does not depend on, AOTAutograd gives zeros and eager gives None.
     """
-    sizes = [_size(x) for name, x in exact.items() if name.startswith("grad ")]
-    largest = max(sizes, default=0.0)
+    grads = [x for name, x in exact.items() if name.startswith("grad ")]
+    largest = max((scale_of(x.double(), 0.0) for x in grads), default=0.0)
     errors = {}
     for name in got.keys() ^ exact.keys():
         value = got[name] if name in got else exact[name]
@@ -75,18 +76,8 @@ def _bound(moved: float, dtype: str) -> float:
     return TIMES * (rough + torch.finfo(getattr(torch, dtype)).eps)
 
 
-def _size(x: Tensor) -> float:
-    finite = x.double().abs()[x.isfinite()]
-    return finite.max().item() if finite.numel() else 0.0
-
-
 def _distance(got: Tensor, exact: Tensor, floor: float) -> float:
     if got.shape != exact.shape:
         return float("inf")
-    if not exact.numel():
-        return 0.0
-    difference = (got.double() - exact.double()).abs()
-    difference[got.isnan() & exact.isnan()] = 0.0
-    difference[got == exact] = 0.0  # infinities
-    largest = difference.max().item()
-    return largest / max(_size(exact), floor, TINY)
+    exact = exact.double()
+    return error_where_defined(got, exact) / max(scale_of(exact, floor), TINY)

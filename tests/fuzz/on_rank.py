@@ -18,10 +18,10 @@ import torch._dynamo
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import cpcompile as cp
 from cpcompile import errors
+from cpcompile.apps.verification.bounds import whole
 from cpcompile.logs import warn_once
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
@@ -117,7 +117,7 @@ def run_on_rank(source: str, world: int, accounts: bool = False) -> RankRun:
             cp.config.patch(program.SETTINGS),
             recording() as reports,
         ):
-            got = steps(program, compiled, model, _door(program, mesh))
+            got = steps(program, compiled, model, door_of(program, mesh))
     except Exception as error:  # whatever a program can make torch and us raise
         return RankRun(raised=Raised.of(error), seconds=time.monotonic() - start)
     found = distances(got, exact)
@@ -191,7 +191,7 @@ def reference(program: ModuleType, model: nn.Module) -> tuple[Values, dict[str, 
         called: Callable[..., Any] = other
         if program.DRAWN:
             called = torch.compile(other, backend="aot_eager")
-        give = _moved if again and double else _plain
+        give = _moved if again and double else plain
         runs.append(steps(program, called, other, give, precise))
         if program.DRAWN:
             torch._dynamo.reset()
@@ -210,7 +210,8 @@ def _move(tensors: list[Tensor]) -> None:
 Door = Callable[[str, Tensor], Tensor]
 
 
-def _plain(name: str, x: Tensor) -> Tensor:
+def plain(name: str, x: Tensor) -> Tensor:
+    """What one process is given."""
     return x
 
 
@@ -220,7 +221,9 @@ def _moved(name: str, x: Tensor) -> Tensor:
     return y.requires_grad_(x.requires_grad)
 
 
-def _door(program: ModuleType, mesh: Any) -> Door:
+def door_of(program: ModuleType, mesh: Any) -> Door:
+    """What ranks are given in its place."""
+
     def give(name: str, x: Tensor) -> Tensor:
         if program.DOOR != "dtensor" or name not in program.SHARD:
             return x
@@ -234,7 +237,7 @@ def steps(
     program: ModuleType,
     called: Callable[..., Any],
     model: nn.Module,
-    door: Door = _plain,
+    door: Door = plain,
     dtype: torch.dtype | None = None,
 ) -> Values:
     """Calls with all lengths; results, gradients and buffers."""
@@ -262,19 +265,13 @@ def steps(
         if train and results[0].requires_grad:
             results[0].backward()
         for place, result in enumerate(results):
-            values[f"result {number}.{place}"] = _full(result)
+            values[f"result {number}.{place}"] = whole(result).clone()
         for name, x in given.items():
             if x.grad is not None:
-                values[f"grad {number}.{name}"] = _full(x.grad)
+                values[f"grad {number}.{name}"] = whole(x.grad).clone()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            values[f"grad {name}"] = _full(parameter.grad)
+            values[f"grad {name}"] = whole(parameter.grad).clone()
     for name, buffer in model.named_buffers():
-        values[f"buffer {name}"] = _full(buffer)
+        values[f"buffer {name}"] = whole(buffer).clone()
     return values
-
-
-def _full(x: Tensor) -> Tensor:
-    x = x.detach()
-    x = x.full_tensor() if isinstance(x, DTensor) else x
-    return x.clone()

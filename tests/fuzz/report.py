@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from pathlib import Path
 
+from tests.fuzz import on_rank
 from tests.fuzz.judge import Outcome, Verdict
 from tests.fuzz.program import Program
 from tests.fuzz.render import render
 
 SCRIPT = Path(__file__).with_name("script.py")
+COPIED = (on_rank.plain, on_rank.door_of, on_rank.make_model, on_rank.steps)
 
 
 def script(program: Program, outcome: Outcome | None = None) -> str:
@@ -20,8 +23,10 @@ def script(program: Program, outcome: Outcome | None = None) -> str:
         note = "\n".join(
             ["", f"# {outcome.verdict.value}: {outcome.reason}", *said, ""]
         )
-    _, main = SCRIPT.read_text().split("# program above\n")
-    return render(program) + note + "\n" + main
+    functions = "\n\n".join(map(inspect.getsource, COPIED))
+    imports, _, rest = SCRIPT.read_text().partition("from tests.fuzz")
+    _, main = rest.split("# program above\n")
+    return imports + render(program) + note + "\n\n" + functions + main
 
 
 def write_failure(

@@ -168,10 +168,6 @@ class Site:
         yield
         self.scope.depth -= 1
 
-    def draws(self) -> None:
-        """Say that the program draws random numbers."""
-        self.sheet.drawn = True
-
     def body(self, start: str, scope: Scope | None = None) -> str:
         """Write the body, from variable `start` on; the variable that it ends with."""
         value = Value(start, self.lengths)

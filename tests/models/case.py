@@ -13,6 +13,12 @@ from torch import Tensor
 
 VOCABULARY = 211
 BATCH = 2
+SIZES = {  # of models of transformers
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -98,3 +104,27 @@ def without_dropout(config: Any) -> Any:
         elif hasattr(value, "to_dict"):
             without_dropout(value)
     return config
+
+
+def hub_model(config: str, head: str, sizes: dict[str, Any], **how: Any) -> nn.Module:
+    """A model by the names of its classes in transformers, without dropout.
+
+    head: may be a class that finds the one for a configuration. how: its arguments.
+    """
+    import transformers  # slow
+
+    made = without_dropout(getattr(transformers, f"{config}Config")(**sizes))
+    make = getattr(transformers, head)
+    module: nn.Module = getattr(make, "from_config", make)(made, **how)
+    return module.train()
+
+
+def with_labels(length: int, name: str = "input_ids", **more: Any) -> dict[str, Any]:
+    """Token ids, every one with a label, but for some."""
+    ids = random_ids(length)
+    return {name: ids, "labels": uneven_labels(ids), **more}
+
+
+def with_padding(given: dict[str, Any], left: bool = True) -> dict[str, Any]:
+    """The same in rows of different lengths."""
+    return given | {"attention_mask": padding_mask(given["input_ids"], left)}

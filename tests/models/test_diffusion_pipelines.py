@@ -75,23 +75,14 @@ def numbers(howto, family, trains, options) -> Numbers:
     return [*howto.sample(task, steps=2)]
 
 
-def check(found: list[Run], family: str) -> None:
-    for got, wanted, gathered, work in found:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "sampled"])
+@pytest.mark.parametrize("family", MOST_WORK)
+def test_a_pipeline(pools, family, trains):
+    for got, wanted, gathered, work in pools[2].run(run, family, trains, timeout=390):
         assert got == pytest.approx(wanted, rel=1e-5)
         # Where patches become tokens, their gradients are gathered.
         assert len(gathered) <= 1, gathered
         assert all(x.purpose is Purpose.VALUE for x in gathered), gathered
         assert all(x.direction.value == "backward" for x in gathered), gathered
         assert work < MOST_WORK[family]
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("family", MOST_WORK)
-def test_a_training_step(pools, family):
-    check(pools[2].run(run, family, True, timeout=390), family)
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("family", MOST_WORK)
-def test_sampling(pools, family):
-    check(pools[2].run(run, family, False, timeout=390), family)

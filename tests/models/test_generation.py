@@ -14,7 +14,7 @@ from tests.support.bounds import Deviation, check, deviation
 PROMPT, NEW = 37, 4
 
 
-def generate(compiled: str, dynamic: bool | None) -> tuple[list, list, Deviation]:
+def generate(compiled: str) -> tuple[list, list, Deviation]:
     """Tokens of compiled and of plain generation, and how far the first logits are."""
     torch._dynamo.reset()
     define_schemas()
@@ -24,9 +24,7 @@ def generate(compiled: str, dynamic: bool | None) -> tuple[list, list, Deviation
     ids = random_ids(PROMPT)
     mesh = sequence_mesh(torch.distributed.get_world_size())
     options = {"mesh": mesh, "inner": "aot_eager", "shard": {"input_ids": 1}}
-    step = torch.compile(
-        parallel.forward, backend="cp", options=options, dynamic=dynamic
-    )
+    step = torch.compile(parallel.forward, backend="cp", options=options)
     with torch.inference_mode():
         logits = step(input_ids=ids, use_cache=True)
         rough = plain(input_ids=ids, use_cache=True).logits
@@ -49,6 +47,6 @@ def generate(compiled: str, dynamic: bool | None) -> tuple[list, list, Deviation
 
 @pytest.mark.parametrize("compiled", ["prompt", "everything"])
 def test_generated_tokens_are_those_of_one_process(pools, compiled):
-    for got, reference, found in pools[2].run(generate, compiled, None, timeout=150):
+    for got, reference, found in pools[2].run(generate, compiled, timeout=150):
         assert got == reference
         check([found])

@@ -24,26 +24,11 @@ from cpcompile.apps.verification.bounds import (
 )
 
 __all__ = [
-    "OPERAND_SCALE",
-    "ROUNDINGS",
-    "TIMES",
-    "Deviation",
-    "Values",
-    "assert_close",
-    "assert_equal",
-    "bound",
-    "check",
-    "default_dtype",
-    "deviation",
-    "deviation_where_defined",
-    "deviations",
-    "gradients",
-    "in_one_process",
-    "is_gradient",
-    "largest",
-    "step",
-    "whole",
-]
+    "OPERAND_SCALE", "ROUNDINGS", "TIMES", "Deviation", "Values", "assert_close",
+    "assert_equal", "bound", "check", "default_dtype", "deviation",
+    "deviation_where_defined", "deviations", "gradients", "in_one_process",
+    "is_gradient", "largest", "step", "whole",
+]  # fmt: skip
 
 OPERAND_SCALE = 4.0  # operands are normal numbers, of some thousand the largest
 

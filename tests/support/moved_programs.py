@@ -44,13 +44,10 @@ class Model(nn.Module):
         return (result.sin() * weights.view(result.shape)).sum()
 
 
-def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
-    return logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-
-
 def policy_loss(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     """As GRPO has it, with a mask of the completion."""
-    log_probs = log_probabilities(m.logits(x)[:, :-1], ids[:, 1:])
+    log_probs = m.logits(x)[:, :-1].log_softmax(-1)
+    log_probs = log_probs.gather(-1, ids[:, 1:, None]).squeeze(-1)
     counts = (ids[:, 1:] > WORDS // 4).to(log_probs.dtype)
     ratio = torch.exp(log_probs - log_probs.detach())
     return -(ratio * counts).sum() / counts.sum()
@@ -177,13 +174,6 @@ HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "flat loss": lambda m, x, ids: F.cross_entropy(
         m.logits(x)[:, :-1].reshape(-1, WORDS), ids[:, 1:].reshape(-1)
     ),
-    "copied loss": lambda m, x, ids: F.cross_entropy(
-        m.logits(x)[..., :-1, :].contiguous().view(-1, WORDS),
-        ids[..., 1:].contiguous().view(-1),
-    ),
-    "log-probabilities": lambda m, x, ids: log_probabilities(
-        m.logits(x)[:, :-1], ids[:, 1:]
-    ),
     "policy loss": policy_loss,
     "entropy": entropy,
     "last logits": lambda m, x, ids: m.logits(x[:, -7:]),
@@ -213,7 +203,6 @@ HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "hidden tokens": hidden_tokens,
     "last valid token": last_valid,
     "class token": lambda m, x, ids: m.score(x[:, 0]),
-    "last token": lambda m, x, ids: m.score(x[:, -1]),
     "middle token": lambda m, x, ids: m.score(x[:, x.shape[1] // 2]),
     "chosen tokens": lambda m, x, ids: x[:, torch.tensor([0, 3, -2])],
     "gathered tokens": gathered,

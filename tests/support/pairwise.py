@@ -13,8 +13,7 @@ import pytest
 
 from tests.case_selection import runs_all
 
-Pair = tuple[tuple[str, Any], tuple[str, Any]]
-
+Pair = frozenset[tuple[str, Any]]
 
 SAMPLE = 12  # cases of a full product that run besides the pairwise ones
 SEED = "CPCOMPILE_TEST_SEED"
@@ -64,14 +63,12 @@ def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     cases = []
     while missing:
         case = dict(next(iter(missing)))
-        for name, values in axes.items():
-            if name not in case:
-                case[name] = max(
-                    values,
-                    key=lambda value, name=name, case=case: sum(
-                        pair in missing for pair in _pairs_with(case, name, value, axes)
-                    ),
-                )
+        for name in [x for x in axes if x not in case]:
+            gains = [
+                sum(frozenset({(name, value), x}) in missing for x in case.items())
+                for value in axes[name]
+            ]
+            case[name] = axes[name][gains.index(max(gains))]
         cases.append({name: case[name] for name in axes})
         for pair in covered_pairs(cases[-1]):
             missing.pop(pair, None)
@@ -79,22 +76,12 @@ def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def all_pairs(axes: Mapping[str, Sequence[Any]]) -> Iterator[Pair]:
-    """Every ((axis, value), (other axis, value)), axes in the order of `axes`."""
+    """{(axis, value), (other axis, value)} of every two."""
     for first, second in itertools.combinations(axes, 2):
         for one, other in itertools.product(axes[first], axes[second]):
-            yield (first, one), (second, other)
+            yield frozenset({(first, one), (second, other)})
 
 
 def covered_pairs(case: Mapping[str, Any]) -> Iterator[Pair]:
     """The pairs of one complete case, in the form of `all_pairs`."""
-    return itertools.combinations(case.items(), 2)
-
-
-def _pairs_with(
-    case: Mapping[str, Any], name: str, value: Any, axes: Mapping[str, Sequence[Any]]
-) -> Iterator[Pair]:
-    """The pairs that `name` = `value` forms with the axes that `case` has already."""
-    order = list(axes)
-    for other, chosen in case.items():
-        pair = ((name, value), (other, chosen))
-        yield pair if order.index(name) < order.index(other) else pair[::-1]
+    return map(frozenset, itertools.combinations(case.items(), 2))

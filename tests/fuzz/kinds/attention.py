@@ -7,10 +7,10 @@ from tests.fuzz.site import Kind, Site
 
 CHOICES = {
     "project": projections.PROJECT,
-    "split": projections.SPLIT,
+    "split": tuple(projections.SPLIT),
     "key heads": projections.KEY_HEADS,
     "change": projections.CHANGE,
-    "merge": projections.MERGE,
+    "merge": tuple(projections.MERGE),
     "scale": ("none", "number"),
     "residual": ("yes", "no"),
     "output": ("none", "linear"),

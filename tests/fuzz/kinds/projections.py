@@ -6,9 +6,23 @@ from tests.fuzz.site import Site
 
 PROJECT = ("separate", "fused chunk", "fused split", "stacked", "einsum", "none",
            "shared", "learned queries", "convolution")  # fmt: skip
-SPLIT = ("unflatten", "view", "reshape", "permute", "folded batch", "five dims",
-         "one head", "contiguous")  # fmt: skip
-MERGE = ("flatten", "reshape", "contiguous view", "permute", "einsum")
+SPLIT = {
+    "unflatten": "{x}.unflatten(-1, ({heads}, -1)).transpose(1, 2)",
+    "view": "{x}.view({x}.shape[0], {x}.shape[1], {heads}, {dim}).transpose(1, 2)",
+    "reshape": "{x}.reshape({x}.shape[0], -1, {heads}, {dim}).transpose(1, 2)",
+    "permute": "{x}.unflatten(-1, ({heads}, {dim})).permute(0, 2, 1, 3)",
+    "folded batch": "{x}.unflatten(-1, ({heads}, -1)).transpose(1, 2).flatten(0, 1)",
+    "five dims": "{x}.unflatten(-1, (1, {heads}, {dim})).permute(0, 2, 3, 1, 4)",
+    "one head": "{x}",
+    "contiguous": "{x}.unflatten(2, ({heads}, -1)).transpose(1, 2).contiguous()",
+}
+MERGE = {
+    "flatten": "{y}.transpose(1, 2).flatten(2)",
+    "reshape": "{y}.transpose(1, 2).reshape({batch}, {tokens}, {width})",
+    "contiguous view": "{y}.transpose(1, 2).contiguous().view({batch}, {tokens}, -1)",
+    "permute": "{y}.permute(0, 2, 1, 3).flatten(2)",
+    "einsum": 'torch.einsum("bhtd,hdc->btc", {y}, {weight}) / {root:.3f}',
+}
 KEY_HEADS = ("all", "grouped", "one", "expanded", "interleaved")
 CHANGE = ("none", "rotary", "interleaved rotary", "normed", "scaled")
 
@@ -75,25 +89,8 @@ def project(s: Site, query: str, memory: str, key_heads: int) -> tuple[str, str,
 
 def split(s: Site, x: str, heads: int) -> str:
     """[B, tokens, heads x dim] -> an operand of attention, by choice "split"."""
-    way, dim = s["split"], s.width // s.heads
-    if way == "view":
-        x = f"{x}.view({x}.shape[0], {x}.shape[1], {heads}, {dim})"
-        text = f"{x}.transpose(1, 2)"
-    elif way == "reshape":
-        text = f"{x}.reshape({x}.shape[0], -1, {heads}, {dim}).transpose(1, 2)"
-    elif way == "permute":
-        text = f"{x}.unflatten(-1, ({heads}, {dim})).permute(0, 2, 1, 3)"
-    elif way == "contiguous":
-        text = f"{x}.unflatten(2, ({heads}, -1)).transpose(1, 2).contiguous()"
-    elif way == "folded batch":
-        text = f"{x}.unflatten(-1, ({heads}, -1)).transpose(1, 2).flatten(0, 1)"
-    elif way == "five dims":
-        text = f"{x}.unflatten(-1, (1, {heads}, {dim})).permute(0, 2, 3, 1, 4)"
-    elif way == "one head":
-        return x
-    else:
-        text = f"{x}.unflatten(-1, ({heads}, -1)).transpose(1, 2)"
-    return s.let(text)
+    text = SPLIT[s["split"]].format(x=x, heads=heads, dim=s.width // s.heads)
+    return x if text == x else s.let(text)
 
 
 def repeat_heads(s: Site, x: str) -> str:
@@ -122,7 +119,7 @@ def change(s: Site, x: str) -> str:
 
 def merge(s: Site, y: str, like: str) -> str:
     """Attention's result -> [B, tokens, width]; `like` is [B, tokens, ...]."""
-    way, how = s["merge"], s["split"]
+    how, width = s["split"], s.width
     batch, tokens = f"{like}.shape[0]", f"{like}.shape[1]"
     if how == "one head":
         return y
@@ -130,15 +127,7 @@ def merge(s: Site, y: str, like: str) -> str:
         y = s.let(f"{y}.unflatten(0, ({batch}, -1))")
     if how == "five dims":
         return s.let(f"{y}.permute(0, 3, 1, 2, 4).reshape({batch}, {tokens}, -1)")
-    if way == "reshape":
-        text = f"{y}.transpose(1, 2).reshape({batch}, {tokens}, {s.width})"
-    elif way == "contiguous view":
-        text = f"{y}.transpose(1, 2).contiguous().view({batch}, {tokens}, -1)"
-    elif way == "permute":
-        text = f"{y}.permute(0, 2, 1, 3).flatten(2)"
-    elif way == "einsum":
-        weight = s.parameter(s.heads, s.width // s.heads, s.width)
-        text = f'torch.einsum("bhtd,hdc->btc", {y}, {weight}) / {s.width**0.5:.3f}'
-    else:
-        text = f"{y}.transpose(1, 2).flatten(2)"
-    return s.let(text)
+    words = {"batch": batch, "tokens": tokens, "width": width, "root": width**0.5}
+    if s["merge"] == "einsum":
+        words["weight"] = s.parameter(s.heads, width // s.heads, width)
+    return s.let(MERGE[s["merge"]].format(y=y, **words))

@@ -7,7 +7,7 @@ from tests.fuzz.site import Kind, Site
 ACTIVATION = ("F.relu", "F.gelu", "F.silu", "torch.tanh", "torch.sigmoid",
               "F.softplus")  # fmt: skip
 
-DOUBLED = """
+CUBED = """
 class Cubed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -21,24 +21,31 @@ class Cubed(torch.autograd.Function):
 """
 
 
+NORMS = {
+    "nn.LayerNorm": "{layer}({x})",
+    "nn.RMSNorm": "{layer}({x})",
+    "rms by hand": "{x} * torch.rsqrt({x}.pow(2).mean(-1, keepdim=True) + 1e-5)"
+    " * {gain}",
+    "layer by hand": "({x} - {mean}) / ({x}.var(-1, False, keepdim=True) + 1e-5)"
+    ".sqrt()",
+    "F.layer_norm": "F.layer_norm({x}, {x}.shape[-1:])",
+    "nn.BatchNorm1d": "{layer}({x}.transpose(1, 2)).transpose(1, 2)",
+    "nn.GroupNorm": "{layer}({x}.transpose(1, 2)).transpose(1, 2)",
+    "nn.InstanceNorm1d": "{layer}({x}.transpose(1, 2)).transpose(1, 2)",
+}
+
+
 def norm(s: Site) -> None:
     """Norms over the width, and over tokens and batch."""
-    how, x, width = s["how"], s.a, s.width
-    if how == "rms by hand":
-        gain = s.parameter(width)
-        s.returns(
-            f"{x} * torch.rsqrt({x}.pow(2).mean(-1, keepdim=True) + 1e-5) * {gain}"
-        )
+    how, x, words = s["how"], s.a, {}
+    if how.startswith("nn."):
+        groups = "2, " if how == "nn.GroupNorm" else ""
+        words["layer"] = s.module(f"{how}({groups}{s.width})")
+    elif how == "rms by hand":
+        words["gain"] = s.parameter(s.width)
     elif how == "layer by hand":
-        mean = s.let(f"{x}.mean(-1, keepdim=True)")
-        s.returns(f"({x} - {mean}) / ({x}.var(-1, False, keepdim=True) + 1e-5).sqrt()")
-    elif how in ("nn.BatchNorm1d", "nn.GroupNorm", "nn.InstanceNorm1d"):
-        words = f"2, {width}" if how == "nn.GroupNorm" else f"{width}"
-        s.returns(f"{s.module(f'{how}({words})')}({x}.transpose(1, 2)).transpose(1, 2)")
-    elif how == "F.layer_norm":
-        s.returns(f"F.layer_norm({x}, {x}.shape[-1:])")
-    else:
-        s.returns(f"{s.module(f'{how}({width})')}({x})")
+        words["mean"] = s.let(f"{x}.mean(-1, keepdim=True)")
+    s.returns(NORMS[how].format(x=x, **words))
 
 
 def mlp(s: Site) -> None:
@@ -69,42 +76,44 @@ def mlp(s: Site) -> None:
     s.returns(f"{x} + {y}" if s["residual"] == "yes" else y)
 
 
+ELEMENTWISE = {
+    "scale": "{x} * 0.5 + 1.0",
+    "clamp": "{x}.clamp(-2.0, 2.0)",
+    "where": "torch.where({x} > 0, {x}, {x} * 0.1)",
+    "softmax": "torch.softmax({x}, -1)",
+    "norm": "{x} / ({x}.norm(dim=-1, keepdim=True) + 0.1)",
+    "detach": "{x} - 0.5 * {x}.detach()",
+    "cast": "{x} + {x}.double().sin().to({x}.dtype)",
+    "abs": "{x}.abs().sqrt().clamp(min=0.3)",
+    "function": "Cubed.apply({x})",
+    "gain": "{x} * {gain}",
+    "channel sort": "{x}.sort(-1, descending=True)[0]",
+    "channel topk": "{x} + {x}.topk(2, dim=-1)[0].sum(-1, keepdim=True)",
+    "channel cumsum": "{x}.cumsum(-1) / 4",
+    "vmap": "torch.func.vmap(lambda u: u * 2 + 1)({x})",
+}
+
+
 def elementwise(s: Site) -> None:
     """Arithmetic on one value."""
-    how, x = s["how"], s.a
-    if how == "function":
-        s.helper(DOUBLED)
-        s.returns(f"Cubed.apply({x})")
-        return
-    if how == "gain":
-        s.returns(f"{x} * {s.parameter(s.width)}")
-        return
-    texts = {
-        "scale": f"{x} * 0.5 + 1.0",
-        "clamp": f"{x}.clamp(-2.0, 2.0)",
-        "where": f"torch.where({x} > 0, {x}, {x} * 0.1)",
-        "softmax": f"torch.softmax({x}, -1)",
-        "norm": f"{x} / ({x}.norm(dim=-1, keepdim=True) + 0.1)",
-        "detach": f"{x} - 0.5 * {x}.detach()",
-        "cast": f"{x} + {x}.double().sin().to({x}.dtype)",
-        "abs": f"{x}.abs().sqrt().clamp(min=0.3)",
-        "channel sort": f"{x}.sort(-1, descending=True)[0]",
-        "channel topk": f"{x} + {x}.topk(2, dim=-1)[0].sum(-1, keepdim=True)",
-        "channel cumsum": f"{x}.cumsum(-1) / 4",
-        "vmap": f"torch.func.vmap(lambda u: u * 2 + 1)({x})",
-    }
-    s.returns(texts[how])
+    if s["how"] == "function":
+        s.helper(CUBED)
+    gain = s.parameter(s.width) if s["how"] == "gain" else ""
+    s.returns(ELEMENTWISE[s["how"]].format(x=s.a, gain=gain))
+
+
+DROPPED = {
+    "function": "F.dropout({x}, 0.25, self.training)",
+    "module": "{layer}({x})",
+    "noise": "{x} + 0.1 * torch.randn_like({x})",
+}
 
 
 def dropout(s: Site) -> None:
     """Random numbers, seeded alike in every run."""
-    s.draws()
-    if s["how"] == "module":
-        s.returns(f"{s.module('nn.Dropout(0.25)')}({s.a})")
-    elif s["how"] == "noise":
-        s.returns(f"{s.a} + 0.1 * torch.randn_like({s.a})")
-    else:
-        s.returns(f"F.dropout({s.a}, 0.25, self.training)")
+    s.sheet.drawn = True
+    layer = s.module("nn.Dropout(0.25)") if s["how"] == "module" else ""
+    s.returns(DROPPED[s["how"]].format(x=s.a, layer=layer))
 
 
 def experts(s: Site) -> None:
@@ -129,44 +138,30 @@ def experts(s: Site) -> None:
     s.returns(f"{x} + {total}.view_as({x})")
 
 
+CHANGING = {
+    "times": "{x} * {rate}",
+    "divided": "{x} / {rate}",
+    "mixed": "{x} * (1 - {rate}) + {x}.tanh() * {rate}",
+    "added": "{x} + {rate} * {x}.square().mean()",
+    "compared": "torch.where({x} > {rate}, {x}, {x} * 0.5)",
+    "power": "{x}.abs().clamp(min=0.1) ** {rate}",
+    "clamp": "{x}.clamp(-{rate}, {rate})",
+    "lerp": "torch.lerp({x}, {x}.tanh(), {rate})",
+    "alpha": "torch.add({x}, {x}.sin(), alpha={rate})",
+    "scale": "F.scaled_dot_product_attention({x}, {x}, {x}, scale={rate})",
+    "dropout": "F.dropout({x}, {rate}, self.training)",
+}
+
+
 def changing(s: Site) -> None:
-    """A float of the model that is another one in every call."""
-    x, rate, how = s.a, "self.rate", s["how"]  # who calls the model sets it
-    texts = {
-        "times": f"{x} * {rate}",
-        "divided": f"{x} / {rate}",
-        "mixed": f"{x} * (1 - {rate}) + {x}.tanh() * {rate}",
-        "added": f"{x} + {rate} * {x}.square().mean()",
-        "compared": f"torch.where({x} > {rate}, {x}, {x} * 0.5)",
-        "power": f"{x}.abs().clamp(min=0.1) ** {rate}",
-        "clamp": f"{x}.clamp(-{rate}, {rate})",
-        "lerp": f"torch.lerp({x}, {x}.tanh(), {rate})",
-        "alpha": f"torch.add({x}, {x}.sin(), alpha={rate})",
-        "scale": f"F.scaled_dot_product_attention({x}, {x}, {x}, scale={rate})",
-        "dropout": f"F.dropout({x}, {rate}, self.training)",
-    }
-    s.sheet.drawn |= how == "dropout"
-    s.returns(texts[how])
+    """A float of the model that is another one in every call: its caller sets it."""
+    s.sheet.drawn |= s["how"] == "dropout"
+    s.returns(CHANGING[s["how"]].format(x=s.a, rate="self.rate"))
 
 
 KINDS = {
-    "changing": Kind(
-        changing,
-        {
-            "how": ("times", "divided", "mixed", "added", "compared", "power", "clamp",
-                    "lerp", "alpha", "scale", "dropout"),
-        },
-        weight=0.5,
-    ),
-    "norm": Kind(
-        norm,
-        {
-            "how": ("nn.LayerNorm", "nn.RMSNorm", "rms by hand", "layer by hand",
-                    "F.layer_norm", "nn.BatchNorm1d", "nn.GroupNorm",
-                    "nn.InstanceNorm1d"),
-        },
-        weight=2.0,
-    ),
+    "changing": Kind(changing, {"how": tuple(CHANGING)}, weight=0.5),
+    "norm": Kind(norm, {"how": tuple(NORMS)}, weight=2.0),
     "mlp": Kind(
         mlp,
         {
@@ -177,15 +172,7 @@ KINDS = {
         },
         weight=2.0,
     ),
-    "elementwise": Kind(
-        elementwise,
-        {
-            "how": ("scale", "clamp", "where", "softmax", "norm", "detach", "cast",
-                    "abs", "function", "gain", "channel sort", "channel topk",
-                    "channel cumsum", "vmap"),
-        },
-        weight=2.0,
-    ),
-    "dropout": Kind(dropout, {"how": ("function", "module", "noise")}, weight=0.3),
+    "elementwise": Kind(elementwise, {"how": tuple(ELEMENTWISE)}, weight=2.0),
+    "dropout": Kind(dropout, {"how": tuple(DROPPED)}, weight=0.3),
     "experts": Kind(experts, {"how": ("dense", "looped")}, weight=0.4),
 }  # fmt: skip

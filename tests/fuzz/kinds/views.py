@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.fuzz.program import Statement
 from tests.fuzz.site import Kind, Site
 
 Sizes = tuple[int, ...]  # of one dimension, in every call
@@ -207,11 +206,6 @@ def chain(s: Site) -> None:
     for undo in reversed(w.undo):
         w.then(undo(w.text))
     s.returns(f"{s.a} + {w.text}" if s["residual"] == "yes" else w.text)
-
-
-def is_step(statement: Statement) -> bool:
-    """Whether it stands inside of a chain."""
-    return statement.kind in STEPS
 
 
 KINDS = {

@@ -4,51 +4,88 @@ from __future__ import annotations
 
 from tests.fuzz.site import Kind, Site
 
+COPIES = {
+    "clone": "{a}.clone()",
+    "arithmetic": "{a} * 1.0",
+    "contiguous": "{a}.transpose(0, 1).contiguous().transpose(0, 1) + 0",
+}
+WRITES = {
+    "token": "{x}[:, {some}] = 0.5",
+    "add": "{x}.add_(1.0)",
+    "times": "{x} *= 0.7",
+    "last token": "{x}[:, -1] += 1.0",
+    "masked_fill": "{x}.masked_fill_({x} > 1.0, 1.0)",
+    "slice": "{x}[:, ::2] *= 0.5",
+    "channels": "{x}[..., : {half}] = {x}[..., {half} :] * 2",
+    "row": "{x}[0] += 0.25",
+    "values": "{x}[:, :1] = torch.linspace(-1, 1, {width}, dtype={x}.dtype)",
+    "view": "{x}.transpose(1, 2)[:, {place}].mul_(2.0)",
+    "flat": "{x}.flatten(0, 1).view(-1, {width})[::3].zero_()",
+    "scatter": "{x}.scatter_(1, torch.zeros({x}.shape[0], 1, {width}, "
+    "dtype=torch.long), 0.3)",
+    "index_add": "{x}.index_add_(1, torch.tensor([0, 0]), {x}[:, :1].repeat(1, 2, 1))",
+    "mask": "{x}.mul_((torch.arange({x}.shape[1]) % 2)[None, :, None])",
+    "relu": "F.relu({x}, inplace=True)",
+    "copy": "{x}[:, 1:].copy_({x}[:, :-1].clone())",
+    "fill": "{x}.narrow(1, 0, 1).fill_(0.1)",
+}
+MADE = {
+    "zeros_like": "torch.zeros_like({x})",
+    "new_zeros": "{x}.new_zeros({x}.shape)",
+    "empty": "torch.empty_like({x})",
+}
+# Of a mask [S], of it for the whole batch, and of rows [B, n, C].
+MASKED = {
+    "batch": "{x}[{batch}] = {flat}",
+    "tokens": "{x}[:, {tokens}] = {rows}",
+    "colon": "{x}[{batch}, :] = {flat}",
+    "row": "{x}[{batch}] = {rows}[0, 0]",
+    "number": "{x}[:, {tokens}] = 0.5",
+    "channels": "{x}[{batch}, 1:] = {flat}[:, 1:]",
+    "scatter": "{x} = {x}.masked_scatter({batch}[..., None].expand_as({x}), {rows})",
+    "entries": "{x}.masked_scatter_({batch}[..., None] & ({x} > -9), {rows})",
+    "put": "{x} = torch.index_put({x}, ({batch},), {flat})",
+    "accumulate": "{x}.index_put_(({batch},), {flat}, accumulate=True)",
+    "view": "{x}.transpose(0, 1)[{tokens}] = {rows}.transpose(0, 1)",
+    "add": "{x}[{batch}] += {flat}",
+    "read": "{x} = {x} + {x}[{batch}].square().mean()",
+    "map": "{x}[:, {tokens}] = {x}[:, {tokens}].cos() * {rows}",
+}
+# Of positions [n], of them as indices of rows and of all entries, and of rows.
+POSITIONS = {
+    "assign": "{x}[:, {at}] = {rows}",
+    "number": "{x}[:, {at}] = 0.5",
+    "times": "{x}[:, {at}] *= 2.0",
+    "add": "{x}[:, {at}] += {rows}",
+    "each": "{x}[{each}] = {rows}",
+    "put": "{x} = {x}.index_put(({each}), {rows})",
+    "accumulate": "{x}.index_put_(({each} * 0), {rows}, accumulate=True)",
+    "copy": "{x} = {x}.index_copy(1, {counted}, {rows})",
+    "index_add": "{x}.index_add_(1, {at} * 0, {rows})",
+    "index_fill": "{x} = {x}.index_fill(1, {at}, 0.25)",
+    "scatter": "{x} = {x}.scatter(1, {whole}, {rows})",
+    "scatter_add": "{x}.scatter_add_(1, {whole} * 0, {rows})",
+    "row": "{x}[0, {at}] = {rows}[0]",
+    "channels": "{x}[:, {at}, 1:] = {rows}[..., 1:]",
+    "shift": "{x}[:, torch.arange(1, {length})] = {a}[:, torch.arange({length} - 1)]",
+}
+ROWS = ("tokens", "parameter")
+
 
 def write(s: Site) -> None:
     """A write to a copy of the operand."""
-    how, place = s["how"], s.number(0, 3)
-    copies = {
-        "clone": f"{s.a}.clone()",
-        "arithmetic": f"{s.a} * 1.0",
-        "contiguous": f"{s.a}.transpose(0, 1).contiguous().transpose(0, 1) + 0",
-    }
-    x = s.let(copies[s["copy"]], "w")
-    value = f"torch.linspace(-1, 1, {s.width}, dtype={x}.dtype)"
-    first = f"torch.zeros({x}.shape[0], 1, {s.width}, dtype=torch.long)"
-    twice = f"{x}[:, :1].repeat(1, 2, 1)"
-    lines = {
-        "token": f"{x}[:, {place % min(s.lengths)}] = 0.5",
-        "add": f"{x}.add_(1.0)",
-        "times": f"{x} *= 0.7",
-        "last token": f"{x}[:, -1] += 1.0",
-        "masked_fill": f"{x}.masked_fill_({x} > 1.0, 1.0)",
-        "slice": f"{x}[:, ::2] *= 0.5",
-        "channels": f"{x}[..., : {s.width // 2}] = {x}[..., {s.width // 2} :] * 2",
-        "row": f"{x}[0] += 0.25",
-        "values": f"{x}[:, :1] = {value}",
-        "view": f"{x}.transpose(1, 2)[:, {place}].mul_(2.0)",
-        "flat": f"{x}.flatten(0, 1).view(-1, {s.width})[::3].zero_()",
-        "scatter": f"{x}.scatter_(1, {first}, 0.3)",
-        "index_add": f"{x}.index_add_(1, torch.tensor([0, 0]), {twice})",
-        "mask": f"{x}.mul_((torch.arange({x}.shape[1]) % 2)[None, :, None])",
-        "relu": f"F.relu({x}, inplace=True)",
-        "copy": f"{x}[:, 1:].copy_({x}[:, :-1].clone())",
-        "fill": f"{x}.narrow(1, 0, 1).fill_(0.1)",
-    }  # fmt: skip
-    s.line(lines[how])
+    place = s.number(0, 3)
+    x = s.let(COPIES[s["copy"]].format(a=s.a), "w")
+    sizes = {"half": s.width // 2, "width": s.width}
+    some = place % min(s.lengths)
+    s.line(WRITES[s["how"]].format(x=x, place=place, some=some, **sizes))
     s.returns(x)
 
 
 def assemble(s: Site) -> None:
     """A new tensor that is filled from the operand."""
     x, out = s.a, s.sheet.fresh("w")
-    made = {
-        "zeros_like": f"torch.zeros_like({x})",
-        "new_zeros": f"{x}.new_zeros({x}.shape)",
-        "empty": f"torch.empty_like({x})",
-    }
-    s.line(f"{out} = {made[s['made']]}")
+    s.line(f"{out} = {MADE[s['made']].format(x=x)}")
     if s["filled"] == "shifted" and s["made"] != "empty":
         s.line(f"{out}[:, 1:] = {x}[:, :-1]")
     elif s["filled"] == "halves":
@@ -64,6 +101,14 @@ def assemble(s: Site) -> None:
     s.returns(f"{x} + 0.5 * {out}")
 
 
+def _rows(s: Site, x: str, n: int) -> str:
+    """What is written: rows [B, n, C] of the operand, or of a parameter."""
+    parameter = s.parameter(n, s.width)
+    if s["rows"] == "tokens":
+        return s.let(f"{s.a}[:, :{n}].sin()", "r")
+    return s.let(f"{parameter}.expand({x}.shape[0], -1, -1)", "r")
+
+
 def masked(s: Site) -> None:
     """Rows that are written where a mask is True."""
     x = s.let(f"{s.a} * 1.0", "w")
@@ -74,31 +119,10 @@ def masked(s: Site) -> None:
     if n > 1:
         spread += f" | ({positions} == 0) | ({positions} == {length} // 2)"
     tokens = s.let(spread if s["mask"] == "spread" else f"{positions} < {n}", "m")
-    batch = f"{tokens}.expand({x}.shape[0], -1)"
-    rows = {
-        "tokens": f"{s.a}[:, :{n}].sin()",
-        "parameter": f"{s.parameter(n, s.width)}.expand({x}.shape[0], -1, -1)",
-    }[s["rows"]]
-    rows = s.let(rows, "r")
+    batch, rows = f"{tokens}.expand({x}.shape[0], -1)", _rows(s, x, n)
     flat = f"{rows}.reshape(-1, {s.width})"
-    channels = f"{batch}[..., None].expand_as({x})"
-    lines = {
-        "batch": f"{x}[{batch}] = {flat}",
-        "tokens": f"{x}[:, {tokens}] = {rows}",
-        "colon": f"{x}[{batch}, :] = {flat}",
-        "row": f"{x}[{batch}] = {rows}[0, 0]",
-        "number": f"{x}[:, {tokens}] = 0.5",
-        "channels": f"{x}[{batch}, 1:] = {flat}[:, 1:]",
-        "scatter": f"{x} = {x}.masked_scatter({channels}, {rows})",
-        "entries": f"{x}.masked_scatter_({batch}[..., None] & ({x} > -9), {rows})",
-        "put": f"{x} = torch.index_put({x}, ({batch},), {flat})",
-        "accumulate": f"{x}.index_put_(({batch},), {flat}, accumulate=True)",
-        "view": f"{x}.transpose(0, 1)[{tokens}] = {rows}.transpose(0, 1)",
-        "add": f"{x}[{batch}] += {flat}",
-        "read": f"{x} = {x} + {x}[{batch}].square().mean()",
-        "map": f"{x}[:, {tokens}] = {x}[:, {tokens}].cos() * {rows}",
-    }  # fmt: skip
-    s.line(lines[s["how"]])
+    words = {"tokens": tokens, "batch": batch, "rows": rows, "flat": flat}
+    s.line(MASKED[s["how"]].format(x=x, **words))
     s.returns(x)
 
 
@@ -114,35 +138,15 @@ def positions(s: Site) -> None:
         "one": "torch.tensor([0])",
     }[s["at"]]
     at = s.let(at, "p")
-    k = 1 if s["at"] == "one" else n
-    rows = {
-        "tokens": f"{s.a}[:, :{k}].sin()",
-        "parameter": f"{s.parameter(k, s.width)}.expand({x}.shape[0], -1, -1)",
-    }[s["rows"]]
-    rows = s.let(rows, "r")
+    rows = _rows(s, x, 1 if s["at"] == "one" else n)
     batch, length = f"{x}.shape[0]", f"{x}.shape[1]"
-    each = f"torch.arange({batch})[:, None], {at}[None]"
     counted = f"{at}.remainder({length})"
-    whole = f"{counted}[None, :, None].expand({batch}, -1, {s.width})"
-    ranges = f"torch.arange(1, {length})", f"torch.arange({length} - 1)"
-    lines = {
-        "assign": f"{x}[:, {at}] = {rows}",
-        "number": f"{x}[:, {at}] = 0.5",
-        "times": f"{x}[:, {at}] *= 2.0",
-        "add": f"{x}[:, {at}] += {rows}",
-        "each": f"{x}[{each}] = {rows}",
-        "put": f"{x} = {x}.index_put(({each}), {rows})",
-        "accumulate": f"{x}.index_put_(({each} * 0), {rows}, accumulate=True)",
-        "copy": f"{x} = {x}.index_copy(1, {counted}, {rows})",
-        "index_add": f"{x}.index_add_(1, {at} * 0, {rows})",
-        "index_fill": f"{x} = {x}.index_fill(1, {at}, 0.25)",
-        "scatter": f"{x} = {x}.scatter(1, {whole}, {rows})",
-        "scatter_add": f"{x}.scatter_add_(1, {whole} * 0, {rows})",
-        "row": f"{x}[0, {at}] = {rows}[0]",
-        "channels": f"{x}[:, {at}, 1:] = {rows}[..., 1:]",
-        "shift": f"{x}[:, {ranges[0]}] = {s.a}[:, {ranges[1]}]",
-    }  # fmt: skip
-    s.line(lines[s["how"]])
+    words = {
+        "each": f"torch.arange({batch})[:, None], {at}[None]",
+        "whole": f"{counted}[None, :, None].expand({batch}, -1, {s.width})",
+    }
+    words |= {"at": at, "rows": rows, "counted": counted, "length": length}
+    s.line(POSITIONS[s["how"]].format(x=x, a=s.a, **words))
     s.returns(x)
 
 
@@ -150,40 +154,24 @@ KINDS = {
     "positions": Kind(
         positions,
         {
-            "how": ("assign", "number", "times", "add", "each", "put", "accumulate",
-                    "copy", "index_add", "index_fill", "scatter", "scatter_add", "row",
-                    "channels", "shift"),
+            "how": tuple(POSITIONS),
             "at": ("numbers", "from the end", "range", "one"),
-            "rows": ("tokens", "parameter"),
+            "rows": ROWS,
         },
         weight=1.2,
     ),
     "masked": Kind(
         masked,
-        {
-            "how": ("batch", "tokens", "colon", "row", "number", "channels", "scatter",
-                    "entries", "put", "accumulate", "view", "add", "read", "map"),
-            "mask": ("first", "spread"),
-            "rows": ("tokens", "parameter"),
-        },
+        {"how": tuple(MASKED), "mask": ("first", "spread"), "rows": ROWS},
         weight=1.2,
     ),
-    "write": Kind(
-        write,
-        {
-            "how": ("token", "add", "times", "last token", "masked_fill", "slice",
-                    "channels", "row", "values", "view", "flat", "scatter", "index_add",
-                    "mask", "relu", "copy", "fill"),
-            "copy": ("clone", "arithmetic", "contiguous"),
-        },
-        weight=1.5,
-    ),
+    "write": Kind(write, {"how": tuple(WRITES), "copy": tuple(COPIES)}, weight=1.5),
     "assemble": Kind(
         assemble,
         {
-            "made": ("zeros_like", "new_zeros", "empty"),
+            "made": tuple(MADE),
             "filled": ("all", "shifted", "halves", "tokens", "scatter"),
         },
         weight=0.8,
     ),
-}  # fmt: skip
+}

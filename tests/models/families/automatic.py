@@ -48,69 +48,47 @@ LENGTHS = (37, 64)
 POSITIONS = 256
 
 _SAME = {
-    VOCABULARY: (
-        *("vocab_size", "vocab_size_per_layer_input", "entity_vocab_size"),
-        "encoder_hash_byte_group_vocab",
-    ),
-    WIDTH: (
-        *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size"),
-        *("word_embed_proj_dim", "encoder_hidden_size", "hidden_dim", "model_dim"),
-        *("lru_width", "emb_dim", "entity_emb_size", "d_latents", "hidden_size_global"),
-        "audio_hidden_size",
-    ),
-    2: (
-        *("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"),
-        *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
-        *("n_group", "index_n_heads", "o_groups", "linear_num_key_heads"),
-        *("type_vocab_size", "altup_num_inputs", "mamba_expand", "expert_layer_period"),
-        *("num_expert_group", "num_self_attends_per_block", "num_filters"),
-        "indexer_n_heads",
-    ),
-    HEADS: (
-        *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
-        *("encoder_attention_heads", "decoder_attention_heads"),
-        *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-        *("linear_num_value_heads", "linear_conv_kernel_dim", "patch_size"),
-        *("linear_num_heads", "num_self_attention_heads", "num_cross_attention_heads"),
-        "indexer_compress_ratio",
-    ),
-    1: (
-        *("topk_group", "n_shared_experts", "num_shared_experts", "n_groups"),
-        *("mamba_n_groups", "max_window_layers", "first_k_dense_replace"),
-        "indexer_kv_heads",
-    ),
-    0: ("num_kv_shared_layers", "num_nextn_predict_layers"),
-    INNER: (
-        *("intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "ff_dim"),
-        *("decoder_ffn_dim", "d_ff", "inner_dim", "ffn_hidden_size"),
-    ),
-    32: (
-        *("moe_intermediate_size", "shared_expert_intermediate_size"),
-        *("expert_ffn_hidden_size", "moe_ffn_hidden_size"),
-    ),
-    HEAD_DIM: (
-        *("head_dim", "d_kv", "attention_head_dim", "global_head_dim", "v_head_dim"),
-        *("kv_lora_rank", "qk_nope_head_dim", "index_head_dim", "o_lora_rank"),
-        *("mamba_d_head", "mamba_d_state", "mamba_chunk_size", "mamba_head_dim"),
-        *("chunk_size", "linear_key_head_dim", "linear_value_head_dim", "block_size"),
-        *("hidden_size_per_layer_input", "attention_chunk_size", "linear_head_dim"),
-        *("num_latents", "indexer_head_dim", "indexer_budget", "hc_lowrank"),
-    ),
-    128: ("mamba_d_ssm",),
-    24: ("q_lora_rank", "qk_head_dim"),
-    12: ("index_topk",),
-    8: (
-        *("qk_rope_head_dim", "rotary_dim", "state_size", "ssm_state_size"),
-        *("mamba_n_heads", "mamba_num_heads", "num_buckets", "laurel_rank"),
-        *("sliding_window", "local_attention", "attention_window"),
-    ),
-    3: ("conv_L_cache",),
-    POSITIONS: (
-        *("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"),
-        *("max_seq_len", "seq_length", "max_source_positions", "max_target_positions"),
-    ),
+    VOCABULARY: "vocab_size vocab_size_per_layer_input entity_vocab_size "
+    "encoder_hash_byte_group_vocab",
+    WIDTH: "hidden_size d_model n_embd dim embed_dim embedding_size "
+    "word_embed_proj_dim encoder_hidden_size hidden_dim model_dim lru_width "
+    "emb_dim entity_emb_size d_latents hidden_size_global audio_hidden_size",
+    2: "num_key_value_heads num_kv_heads num_global_key_value_heads "
+    "num_experts_per_tok num_experts_per_token moe_topk moe_k n_group "
+    "index_n_heads o_groups linear_num_key_heads type_vocab_size "
+    "altup_num_inputs mamba_expand expert_layer_period num_expert_group "
+    "num_self_attends_per_block num_filters indexer_n_heads",
+    HEADS: "num_attention_heads n_head n_heads num_heads attention_heads "
+    "encoder_attention_heads decoder_attention_heads num_local_experts "
+    "num_experts n_routed_experts moe_num_experts linear_num_value_heads "
+    "linear_conv_kernel_dim patch_size linear_num_heads "
+    "num_self_attention_heads num_cross_attention_heads indexer_compress_ratio",
+    1: "topk_group n_shared_experts num_shared_experts n_groups mamba_n_groups "
+    "max_window_layers first_k_dense_replace indexer_kv_heads",
+    0: "num_kv_shared_layers num_nextn_predict_layers",
+    INNER: "intermediate_size ffn_dim n_inner encoder_ffn_dim ff_dim "
+    "decoder_ffn_dim d_ff inner_dim ffn_hidden_size",
+    32: "moe_intermediate_size shared_expert_intermediate_size "
+    "expert_ffn_hidden_size moe_ffn_hidden_size",
+    HEAD_DIM: "head_dim d_kv attention_head_dim global_head_dim v_head_dim "
+    "kv_lora_rank qk_nope_head_dim index_head_dim o_lora_rank mamba_d_head "
+    "mamba_d_state mamba_chunk_size mamba_head_dim chunk_size "
+    "linear_key_head_dim linear_value_head_dim block_size "
+    "hidden_size_per_layer_input attention_chunk_size linear_head_dim "
+    "num_latents indexer_head_dim indexer_budget hc_lowrank",
+    128: "mamba_d_ssm",
+    24: "q_lora_rank qk_head_dim",
+    12: "index_topk",
+    8: "qk_rope_head_dim rotary_dim state_size ssm_state_size mamba_n_heads "
+    "mamba_num_heads num_buckets laurel_rank sliding_window local_attention "
+    "attention_window",
+    3: "conv_L_cache",
+    POSITIONS: "max_position_embeddings n_positions n_ctx max_sequence_length "
+    "max_seq_len seq_length max_source_positions max_target_positions",
 }
-_SIZES: dict[str, Any] = {name: n for n, names in _SAME.items() for name in names}
+_SIZES: dict[str, Any] = {
+    name: n for n, names in _SAME.items() for name in names.split()
+}
 _SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SIZES |= {"decoder_start_token_id": 1}
 _SIZES |= {"width_coefficient": 1.0, "depth_coefficient": 1.0}

@@ -15,47 +15,53 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from tests.models.case import (
+    SIZES,
     VOCABULARY,
     Case,
+    hub_model,
     packed_positions,
-    padding_mask,
-    random_ids,
-    uneven_labels,
-    without_dropout,
+    with_labels,
+    with_padding,
 )
 from tests.support.forms.flex_forms import gradients_on_cpu
 
 transformers.logging.set_verbosity_error()
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-HEADS = {"num_attention_heads": 4}
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
-    **HEADS,
-}
-MLP = SIZES | TOKENS | {"intermediate_size": 96}
+MLP = SIZES | TOKENS | {"vocab_size": VOCABULARY, "max_position_embeddings": 128}
+BARE = {name: x for name, x in MLP.items() if name != "intermediate_size"}
 GROUPED = MLP | {"num_key_value_heads": 2}
 WINDOWS = {"sliding_window": 8}
 MIXED = WINDOWS | {"layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 2}
+ROUTED = EXPERTS | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+}
+GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 GPT = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4}
 
-# name -> class (without Config and ForCausalLM), configuration
+# name -> class (without Config), configuration
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", GROUPED),
     "qwen2": ("Qwen2", GROUPED),
     "qwen3": ("Qwen3", GROUPED | {"head_dim": 16}),
     "mistral": ("Mistral", GROUPED | WINDOWS),
     "gemma2": ("Gemma2", GROUPED | MIXED | {"head_dim": 16}),
-    "gemma3": ("Gemma3", GROUPED | MIXED | {"head_dim": 16}),
+    "gemma3": ("Gemma3Text", GROUPED | MIXED | {"head_dim": 16}),
     "phi3": ("Phi3", GROUPED),
     "gpt2": ("GPT2", GPT | TOKENS | {"n_positions": 128}),
     "gpt_neox": ("GPTNeoX", MLP),
-    "opt": ("OPT", SIZES | TOKENS | {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-    "falcon": ("Falcon", SIZES | TOKENS),
+    "opt": ("OPT", BARE | {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "falcon": ("Falcon", BARE),
     "bloom": (
         "Bloom",
         {**TOKENS, "vocab_size": VOCABULARY, "hidden_size": 64, "n_head": 4},
@@ -71,30 +77,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        MLP
-        | EXPERTS
-        | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1}
-        | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-        | {"moe_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 24}
-        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        MLP | ROUTED | GROUPS | LATENT | {"q_lora_rank": 24},
     ),
     "gpt_oss": (
         "GptOss",
         GROUPED | EXPERTS | MIXED | {"head_dim": 16, "num_local_experts": 4},
     ),
 }
-_CLASSES = {"Gemma3Config": "Gemma3TextConfig"}
-_HEADS = {"GPT2ForCausalLM": "GPT2LMHeadModel"}
 
 
 def model(name: str, **changes: Any) -> nn.Module:
     """The model with its language modelling head, without dropout."""
     stem, sizes = CONFIGS[name]
-    config = _CLASSES.get(f"{stem}Config", f"{stem}Config")
-    head = _HEADS.get(f"{stem}ForCausalLM", f"{stem}ForCausalLM")
-    made = without_dropout(getattr(transformers, config)(**sizes | changes))
-    module: nn.Module = getattr(transformers, head)(made)
-    return module.train()
+    return hub_model(stem, "AutoModelForCausalLM", sizes | changes)
 
 
 def loop_over_experts(module: Any) -> None:
@@ -124,23 +119,11 @@ def flex_on_cpu() -> Iterator[None]:
         yield
 
 
-def default(length: int) -> dict[str, Any]:
-    """As in most training loops; a key/value cache is made by default."""
-    ids = random_ids(length)
-    return {"input_ids": ids, "labels": uneven_labels(ids)}
-
-
-def no_cache(length: int) -> dict[str, Any]:
-    """The mask is written out as a tensor then, though it is causal."""
-    return default(length) | {"use_cache": False}
-
-
 def padded(length: int, left: bool = True) -> dict[str, Any]:
     """Rows of different lengths."""
-    given = default(length)
-    mask = padding_mask(given["input_ids"], left)
-    given["labels"] = given["labels"].masked_fill(mask == 0, -100)
-    return given | {"attention_mask": mask}
+    given = with_padding(with_labels(length), left)
+    hidden = given["attention_mask"] == 0
+    return given | {"labels": given["labels"].masked_fill(hidden, -100)}
 
 
 def packed(length: int) -> dict[str, Any]:
@@ -152,24 +135,26 @@ def packed(length: int) -> dict[str, Any]:
     return given | {"position_ids": packed_positions(given["input_ids"])}
 
 
-KINDS = {
-    "default": default,
-    "no_cache": no_cache,
-    "padded": padded,
-    "padded_right": functools.partial(padded, left=False),
-    "packed": packed,
+# A key/value cache is made by default. Without one the mask is written out as a
+# tensor, though it is causal.
+default = with_labels
+no_cache = functools.partial(with_labels, use_cache=False)
+# Of each kind of call its inputs, those with a sequence beside ids and labels, and
+# models. Padding on the left makes bloom NaN in float32 on one process too: its mask
+# becomes -inf.
+KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
+    "default": (default, (), tuple(CONFIGS)),
+    "no_cache": (no_cache, (), ("llama", "mistral", "gpt2", "gemma3")),
+    "padded": (
+        *(padded, ("attention_mask",)),
+        ("llama", "qwen2", "mistral", "gemma3", "gpt2", "opt", "falcon"),
+    ),
+    "padded_right": (
+        *(functools.partial(padded, left=False), ("attention_mask",)),
+        ("bloom",),
+    ),
+    "packed": (packed, ("position_ids",), ("llama", "qwen3")),
 }
-MORE_INPUTS = {
-    "padded": ["attention_mask"],
-    "padded_right": ["attention_mask"],
-    "packed": ["position_ids"],
-}
-PADDED = ("llama", "qwen2", "mistral", "gemma3", "gpt2", "opt", "falcon")
-# Padding on the left is NaN in float32 on one process too: its mask becomes -inf.
-PADDED_RIGHT = ("bloom",)
-NO_CACHE = ("llama", "mistral", "gpt2", "gemma3")
-PACKED = ("llama", "qwen3")
-FLEX = (("llama", "default"), ("llama", "padded"))
 
 
 def _flex(name: str, kind: str) -> Case:
@@ -184,21 +169,18 @@ def _flex(name: str, kind: str) -> Case:
 
 def _case(name: str, kind: str) -> Case:
     experts = "num_experts_per_tok" in CONFIGS[name][1]
+    inputs, more, _ = KINDS[kind]
     return Case(
         name=f"{name}/{kind}",
         library="transformers",
         model=functools.partial(model, name),
-        inputs=KINDS[kind],
-        shard=dict.fromkeys(["input_ids", "labels", *MORE_INPUTS.get(kind, [])], 1),
+        inputs=inputs,
+        shard=dict.fromkeys(("input_ids", "labels", *more), 1),
         in_double=loop_over_experts if experts else None,
     )
 
 
 CASES = [
-    *(_case(name, "default") for name in CONFIGS),
-    *(_case(name, "no_cache") for name in NO_CACHE),
-    *(_case(name, "padded") for name in PADDED),
-    *(_case(name, "padded_right") for name in PADDED_RIGHT),
-    *(_case(name, "packed") for name in PACKED),
-    *(_flex(*call) for call in FLEX),
+    *(_case(name, kind) for kind, (_, _, names) in KINDS.items() for name in names),
+    *(_flex("llama", kind) for kind in ("default", "padded")),
 ]

@@ -7,36 +7,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn as nn
-import transformers
 
 from tests.models.case import (
     BATCH,
+    SIZES,
     VOCABULARY,
     Case,
-    padding_mask,
+    hub_model,
     random_ids,
     uneven_labels,
-    without_dropout,
+    with_labels,
+    with_padding,
 )
 
-SIZES = {
+BERT = SIZES | {
     "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
-MODERN = SIZES | {"local_attention": 8, "global_attn_every_n_layers": 2}
+MODERN = BERT | {"local_attention": 8, "global_attn_every_n_layers": 2}
+OF_STACK = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
 TWO_STACKS = {
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
+    **{f"encoder_{name}": size for name, size in OF_STACK.items()},
+    **{f"decoder_{name}": size for name, size in OF_STACK.items()},
     "vocab_size": VOCABULARY,
     "d_model": 64,
     "decoder_start_token_id": 2,
@@ -64,23 +57,9 @@ T5 = {
 }
 
 
-def model(config: str, head: str, sizes: dict[str, Any]) -> nn.Module:
-    """A model by the names of its classes in transformers, without dropout."""
-    made = without_dropout(getattr(transformers, config)(**sizes))
-    module: nn.Module = getattr(transformers, head)(made)
-    return module.train()
-
-
-def masked_language(length: int) -> dict[str, Any]:
-    """Every token has a label, but for some."""
-    ids = random_ids(length)
-    return {"input_ids": ids, "labels": uneven_labels(ids)}
-
-
-def masked_language_padded(length: int) -> dict[str, Any]:
+def padded(make: Callable[[int], dict[str, Any]], length: int) -> dict[str, Any]:
     """Rows of different lengths."""
-    given = masked_language(length)
-    return given | {"attention_mask": padding_mask(given["input_ids"])}
+    return with_padding(make(length))
 
 
 def classified(length: int) -> dict[str, Any]:
@@ -105,12 +84,6 @@ def translated(length: int) -> dict[str, Any]:
     }
 
 
-def translated_padded(length: int) -> dict[str, Any]:
-    """Sources of different lengths."""
-    given = translated(length)
-    return given | {"attention_mask": padding_mask(given["input_ids"])}
-
-
 def transcribed(length: int) -> dict[str, Any]:
     """86 frames of sound, which a convolution halves, and the text."""
     return {
@@ -119,72 +92,48 @@ def transcribed(length: int) -> dict[str, Any]:
     }
 
 
-def _text(
-    name: str,
-    classes: tuple[str, str],
-    sizes: dict[str, Any],
-    inputs: Callable[[int], dict[str, Any]],
-    shard: tuple[str, ...] = ("input_ids", "labels"),
-) -> Case:
-    return Case(
+# Stem and ending of the classes, configuration, inputs, and which have a sequence.
+_MASKED = ("Bert", "MaskedLM", BERT)
+_CLASSES = ("Bert", "SequenceClassification", BERT)
+_MODERN = ("ModernBert", "MaskedLM", MODERN)
+_T5 = ("T5", "ConditionalGeneration", T5)
+_BOTH = ("input_ids", "labels")
+_PADDED = (*_BOTH, "attention_mask")
+_TABLE: dict[str, tuple[str, str, dict[str, Any], Any, tuple[str, ...]]] = {
+    "bert/default": (*_MASKED, with_labels, _BOTH),
+    "bert/padded": (*_MASKED, functools.partial(padded, with_labels), _PADDED),
+    "bert/classes": (*_CLASSES, classified, ("input_ids",)),
+    "bert/classes_padded": (
+        *_CLASSES,
+        classified_padded,
+        ("input_ids", "attention_mask"),
+    ),
+    "roberta/default": (
+        *("Roberta", "MaskedLM", BERT | {"pad_token_id": 1}),
+        *(with_labels, _BOTH),
+    ),
+    "modernbert/default": (*_MODERN, with_labels, _BOTH),
+    "modernbert/padded": (*_MODERN, functools.partial(padded, with_labels), _PADDED),
+    "t5/default": (*_T5, translated, _BOTH),
+    "t5/padded": (*_T5, functools.partial(padded, translated), _PADDED),
+    "t5/eager": (
+        *("T5", "ConditionalGeneration", T5 | {"attn_implementation": "eager"}),
+        *(translated, _BOTH),
+    ),
+    "bart/default": ("Bart", "ConditionalGeneration", BART, translated, _BOTH),
+    "whisper/default": (
+        *("Whisper", "ConditionalGeneration", WHISPER),
+        *(transcribed, ("labels",)),
+    ),
+}
+CASES = [
+    Case(
         name,
         "transformers",
-        functools.partial(model, *classes, sizes),
+        functools.partial(hub_model, stem, f"{stem}For{task}", sizes),
         inputs,
         dict.fromkeys(shard, 1),
         always_labels="decoder_start_token_id" in sizes,
     )
-
-
-_BERT = ("BertConfig", "BertForMaskedLM")
-_BERT_CLASSES = ("BertConfig", "BertForSequenceClassification")
-_MODERN = ("ModernBertConfig", "ModernBertForMaskedLM")
-_MASKED = ("input_ids", "labels", "attention_mask")
-
-CASES = [
-    _text("bert/default", _BERT, SIZES, masked_language),
-    _text("bert/padded", _BERT, SIZES, masked_language_padded, _MASKED),
-    _text("bert/classes", _BERT_CLASSES, SIZES, classified, ("input_ids",)),
-    _text(
-        "bert/classes_padded",
-        _BERT_CLASSES,
-        SIZES,
-        classified_padded,
-        ("input_ids", "attention_mask"),
-    ),
-    _text(
-        "roberta/default",
-        ("RobertaConfig", "RobertaForMaskedLM"),
-        SIZES | {"pad_token_id": 1},
-        masked_language,
-    ),
-    _text("modernbert/default", _MODERN, MODERN, masked_language),
-    _text("modernbert/padded", _MODERN, MODERN, masked_language_padded, _MASKED),
-    _text("t5/default", ("T5Config", "T5ForConditionalGeneration"), T5, translated),
-    _text(
-        "t5/padded",
-        ("T5Config", "T5ForConditionalGeneration"),
-        T5,
-        translated_padded,
-        _MASKED,
-    ),
-    _text(
-        "t5/eager",
-        ("T5Config", "T5ForConditionalGeneration"),
-        T5 | {"attn_implementation": "eager"},
-        translated,
-    ),
-    _text(
-        "bart/default",
-        ("BartConfig", "BartForConditionalGeneration"),
-        BART,
-        translated,
-    ),
-    _text(
-        "whisper/default",
-        ("WhisperConfig", "WhisperForConditionalGeneration"),
-        WHISPER,
-        transcribed,
-        ("labels",),
-    ),
+    for name, (stem, task, sizes, inputs, shard) in _TABLE.items()
 ]

@@ -7,44 +7,26 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import transformers
 
+from tests.models import case
 from tests.models.case import (
     BATCH,
     VOCABULARY,
     Case,
-    padding_mask,
+    hub_model,
     random_ids,
-    without_dropout,
+    with_padding,
 )
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 48,
-    "patch_size": 8,
-}
-TEXT = {
+SIZES = case.SIZES | {"image_size": 48, "patch_size": 8}
+TEXT = case.SIZES | {
     "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "max_position_embeddings": 77,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 CLIP = {"text_config": TEXT, "vision_config": SIZES, "projection_dim": 64}
 PATCHES = 36
-
-
-def model(config: str, head: str, sizes: dict[str, Any]) -> nn.Module:
-    """A model by the names of its classes in transformers, without dropout."""
-    made = without_dropout(getattr(transformers, config)(**sizes))
-    module: nn.Module = getattr(transformers, head)(made)
-    return module.train()
 
 
 def timm_model(family: str, **more: Any) -> nn.Module:
@@ -77,8 +59,7 @@ def texts(length: int) -> dict[str, Any]:
 
 def padded_texts(length: int) -> dict[str, Any]:
     """Texts of different lengths."""
-    given = texts(length)
-    return given | {"attention_mask": padding_mask(given["input_ids"])}
+    return with_padding(texts(length))
 
 
 def pairs(length: int) -> dict[str, Any]:
@@ -86,10 +67,10 @@ def pairs(length: int) -> dict[str, Any]:
     return texts(length) | pixels(length) | {"return_loss": True}
 
 
-def _hub(name: str, config: str, head: str, **sizes: Any) -> Case:
+def _hub(name: str, stem: str, head: str = "Model", **sizes: Any) -> Case:
     more = {"num_labels": 10} if "Classification" in head else {}
     inputs = pixels_and_classes if more else pixels
-    made = functools.partial(model, config, head, SIZES | more | sizes)
+    made = functools.partial(hub_model, stem, stem + head, SIZES | more | sizes)
     return Case(name, "transformers", made, inputs, lengths=(PATCHES,))
 
 
@@ -99,31 +80,20 @@ def _timm(name: str, family: str, **more: Any) -> Case:
     return Case(name, "timm", made, inputs, lengths=(PATCHES,))
 
 
-def _clip_text(name: str, inputs: Any, shard: dict[str, int]) -> Case:
-    made = functools.partial(model, "CLIPTextConfig", "CLIPTextModel", TEXT)
-    return Case(name, "transformers", made, inputs, shard)
+def _clip(name: str, part: str, sizes: Any, inputs: Any, *shard: str) -> Case:
+    made = functools.partial(hub_model, f"CLIP{part}", f"CLIP{part}Model", sizes)
+    return Case(f"clip/{name}", "transformers", made, inputs, dict.fromkeys(shard, 1))
 
 
 CASES = [
-    _hub("vit/classes", "ViTConfig", "ViTForImageClassification"),
-    _hub("vit/features", "ViTConfig", "ViTModel"),
-    _hub(
-        "dinov2/registers",
-        "Dinov2WithRegistersConfig",
-        "Dinov2WithRegistersModel",
-        num_register_tokens=4,
-    ),
-    _hub("siglip/vision", "SiglipVisionConfig", "SiglipVisionModel"),
-    _hub("clip/vision", "CLIPVisionConfig", "CLIPVisionModel"),
-    _clip_text("clip/text", texts, {"input_ids": 1}),
-    _clip_text("clip/text_padded", padded_texts, {"input_ids": 1, "attention_mask": 1}),
-    Case(
-        "clip/pairs",
-        "transformers",
-        functools.partial(model, "CLIPConfig", "CLIPModel", CLIP),
-        pairs,
-        {"input_ids": 1},
-    ),
+    _hub("vit/classes", "ViT", "ForImageClassification"),
+    _hub("vit/features", "ViT"),
+    _hub("dinov2/registers", "Dinov2WithRegisters", num_register_tokens=4),
+    _hub("siglip/vision", "SiglipVision"),
+    _hub("clip/vision", "CLIPVision"),
+    _clip("text", "Text", TEXT, texts, "input_ids"),
+    _clip("text_padded", "Text", TEXT, padded_texts, "input_ids", "attention_mask"),
+    _clip("pairs", "", CLIP, pairs, "input_ids"),
     _timm("timm_vit/token", "VisionTransformer"),
     _timm("timm_vit/mean", "VisionTransformer", global_pool="avg", class_token=False),
     _timm("timm_eva/rope", "Eva", use_rot_pos_emb=True),

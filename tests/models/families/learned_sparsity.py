@@ -11,32 +11,19 @@ import transformers
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from tests.models.case import VOCABULARY, Case, without_dropout
+from tests.models.case import VOCABULARY, Case, hub_model, without_dropout
 from tests.models.families.decoders import (
-    EXPERTS,
+    BARE,
+    GROUPS,
+    LATENT,
     MLP,
-    SIZES,
-    TOKENS,
+    ROUTED,
     loop_over_experts,
     no_cache,
 )
 
 INDEXER = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 2}
-ROUTED = EXPERTS | {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-}
-GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
-CHOSEN = MLP | ROUTED | GROUPS | LATENT | INDEXER
+CHOSEN = MLP | ROUTED | GROUPS | LATENT | INDEXER | {"head_dim": 8}
 COMPRESSED = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 1,
@@ -61,12 +48,12 @@ COMPRESSED = {
     },
 }
 
-# name -> class (without Config and ForCausalLM), configuration
+# name -> class (without Config), configuration
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32", CHOSEN | {"q_lora_rank": 24}),
     "deepseek_v4": (
         "DeepseekV4",
-        SIZES | TOKENS | ROUTED | COMPRESSED | INDEXER | {"index_topk": 4},
+        BARE | ROUTED | COMPRESSED | INDEXER | {"index_topk": 4},
     ),
     "glm_moe_dsa": ("GlmMoeDsa", CHOSEN | {"q_lora_rank": 24}),
 }
@@ -103,13 +90,11 @@ def model(name: str) -> nn.Module:
     if name == "mistral_large4":
         return MistralLarge4().train()
     stem, sizes = CONFIGS[name]
-    config = without_dropout(getattr(transformers, f"{stem}Config")(**sizes))
-    module: nn.Module = getattr(transformers, f"{stem}ForCausalLM")(config)
-    return module.train()
+    return hub_model(stem, "AutoModelForCausalLM", sizes)
 
 
-def _case(name: str) -> Case:
-    return Case(
+CASES = [
+    Case(
         name=f"{name}/default",
         library="transformers",
         model=functools.partial(model, name),
@@ -117,6 +102,5 @@ def _case(name: str) -> Case:
         shard={"input_ids": 1, "labels": 1},
         in_double=loop_over_experts,
     )
-
-
-CASES = [_case(name) for name in (*CONFIGS, "mistral_large4")]
+    for name in (*CONFIGS, "mistral_large4")
+]

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from tests.models.case import VOCABULARY, Case, random_ids, uneven_labels
+from tests.models.case import VOCABULARY, Case, with_labels
 from tests.models.families.small_gpt import SmallGPT
 from tests.support.forms.flex_forms import gradients_on_cpu
 
@@ -147,10 +147,7 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return q_idx >= kv_idx
 
 
-def texts(length: int) -> dict[str, Any]:
-    """Token ids and labels."""
-    ids = random_ids(length)
-    return {"tokens": ids, "labels": uneven_labels(ids)}
+texts = functools.partial(with_labels, name="tokens")
 
 
 def documents(length: int) -> dict[str, Any]:
@@ -170,23 +167,22 @@ def documents(length: int) -> dict[str, Any]:
     return given | {"mask": mask}
 
 
-def _gpt(name: str, attention: type[nn.Module]) -> Case:
-    made = functools.partial(
-        SmallGPT, vocabulary=VOCABULARY, context=CONTEXT, attention=attention
-    )
-    shard = {"tokens": 1, "labels": 1}
-    return Case(name, "plain PyTorch", made, texts, shard, loss="1")
+def gpt_case(name: str, **changes: Any) -> Case:
+    """A GPT of some attention."""
+    made = functools.partial(SmallGPT, VOCABULARY, context=CONTEXT, **changes)
+    return Case(name, "plain PyTorch", made, texts, SHARD, loss="1")
 
 
+SHARD = {"tokens": 1, "labels": 1}
 CASES = [
-    _gpt("min_gpt/default", BufferedAttention),
-    _gpt("alibi_gpt/default", SlopedAttention),
+    gpt_case("min_gpt/default", attention=BufferedAttention),
+    gpt_case("alibi_gpt/default", attention=SlopedAttention),
     Case(
         "flex_decoder/documents",
         "plain PyTorch",
         FlexDecoder,
         documents,
-        {"tokens": 1, "labels": 1},
+        SHARD,
         loss="1",
         around=gradients_on_cpu,
     ),

@@ -11,23 +11,26 @@ import functools
 from typing import Any
 
 import torch.nn as nn
-import transformers
 
-from tests.models.case import (
-    VOCABULARY,
-    Case,
-    random_ids,
-    uneven_labels,
-    without_dropout,
+from tests.models.case import VOCABULARY, Case, hub_model
+from tests.models.families.decoders import (
+    GROUPED,
+    LATENT,
+    loop_over_experts,
+    no_cache,
 )
-from tests.models.families.decoders import GROUPED, loop_over_experts
 
 CHUNK = 8
 NO_CACHE = {"use_cache": False}
 HYBRID = GROUPED | NO_CACHE
 BARE = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, **NO_CACHE}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 DELTA_RULE = {
     **LINEAR,
     "head_dim": 16,
@@ -35,12 +38,6 @@ DELTA_RULE = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-}
-LATENT = {
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
 }
 SCAN = {
     "mamba_n_heads": 8,
@@ -94,20 +91,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": (
         "Qwen3Next",
-        HYBRID
-        | DELTA_RULE
-        | EXPERTS
-        | {"num_experts": 4, "shared_expert_intermediate_size": 32}
-        | {"mlp_only_layers": [0]},
+        HYBRID | DELTA_RULE | EXPERTS | {"mlp_only_layers": [0]},
     ),
     "qwen3_5": ("Qwen3_5Text", HYBRID | DELTA_RULE),
-    "qwen3_5_moe": (
-        "Qwen3_5MoeText",
-        HYBRID
-        | DELTA_RULE
-        | EXPERTS
-        | {"num_experts": 4, "shared_expert_intermediate_size": 32},
-    ),
+    "qwen3_5_moe": ("Qwen3_5MoeText", HYBRID | DELTA_RULE | EXPERTS),
     "olmo_hybrid": (
         "OlmoHybrid",
         HYBRID
@@ -119,17 +106,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "KimiLinear",
         HYBRID
         | LINEAR
-        | {"num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16}
         | LATENT
+        | {"linear_num_heads": 4, "linear_head_dim": 16}
         | {"q_lora_rank": None, "head_dim": 8}
         | {"num_experts": 2, "n_routed_experts": 2, "first_k_dense_replace": 2}
         | {"num_experts_per_tok": 1, "moe_intermediate_size": 32},
     ),
     "bailing_hybrid": (
         "BailingHybrid",
-        HYBRID
-        | LATENT
-        | {"layer_group_size": 2, "num_key_value_heads": 4, "q_lora_rank": None},
+        HYBRID | LATENT | {"layer_group_size": 2, "q_lora_rank": None},
     ),
     "minimax": (
         "MiniMax",
@@ -160,18 +145,8 @@ WITH_EXPERTS = ("jamba", "qwen3_next", "qwen3_5_moe", "kimi_linear", "minimax")
 def model(name: str) -> nn.Module:
     """The model with its language modelling head, without dropout."""
     stem, sizes = CONFIGS[name]
-    config = without_dropout(getattr(transformers, f"{stem}Config")(**sizes))
-    attention = {} if name in NO_ATTENTION else {"attn_implementation": "sdpa"}
-    module: nn.Module = transformers.AutoModelForCausalLM.from_config(
-        config, **attention
-    )
-    return module.train()
-
-
-def default(length: int) -> dict[str, Any]:
-    """As in most training loops."""
-    ids = random_ids(length)
-    return {"input_ids": ids, "labels": uneven_labels(ids), **NO_CACHE}
+    how = {} if name in NO_ATTENTION else {"attn_implementation": "sdpa"}
+    return hub_model(stem, "AutoModelForCausalLM", sizes, **how)
 
 
 # xLSTM takes whole chunks only.
@@ -182,7 +157,7 @@ CASES = [
         name=f"{name}/default",
         library="transformers",
         model=functools.partial(model, name),
-        inputs=default,
+        inputs=no_cache,
         shard={"input_ids": 1, "labels": 1},
         lengths=LENGTHS.get(name, (37, 64)),
         in_double=loop_over_experts if name in WITH_EXPERTS else None,

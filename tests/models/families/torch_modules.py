@@ -9,14 +9,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from tests.models.case import (
-    BATCH,
-    VOCABULARY,
-    Case,
-    random_ids,
-    uneven_labels,
-)
-from tests.models.families.small_gpt import SmallGPT
+from tests.models.case import BATCH, VOCABULARY, Case, random_ids
+from tests.models.families.own_attention import gpt_case
 
 WIDTH, HEADS = 64, 4
 
@@ -96,12 +90,6 @@ class Attention(nn.Module):
         )
 
 
-def gpt(length: int) -> dict[str, Any]:
-    """Token ids and labels."""
-    ids = random_ids(length)
-    return {"tokens": ids, "labels": uneven_labels(ids)}
-
-
 def tokens(length: int, **more: Any) -> dict[str, Any]:
     """Token ids."""
     return {"tokens": random_ids(length)} | more
@@ -136,14 +124,7 @@ def _attention(name: str, inputs: Any, dim: int = 1, **changes: Any) -> Case:
 
 
 CASES = [
-    Case(
-        "small_gpt/default",
-        "plain PyTorch",
-        functools.partial(SmallGPT, vocabulary=VOCABULARY, context=128),
-        gpt,
-        {"tokens": 1, "labels": 1},
-        loss="1",
-    ),
+    gpt_case("small_gpt/default"),
     _classifier("default", tokens),
     _classifier("norm_first", tokens, norm_first=True),
     _classifier("causal", functools.partial(tokens, causal=True)),

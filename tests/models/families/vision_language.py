@@ -12,39 +12,38 @@ from torch import Tensor
 
 BATCH, TOKENS, FEATURES = 2, 37, 4
 IMAGE, START, END, VIDEO = 63, 62, 61, 60
-TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
+WIDTHS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
+TEXT = WIDTHS | {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 64,
     "max_position_embeddings": 128,
 }
-TOWER: dict[str, Any] = {  # of other heads than the text
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+# of other heads than the text
+TOWER = WIDTHS | {"num_hidden_layers": 1, "num_attention_heads": 2}
 # Rotary positions of three dimensions: of time, height and width.
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-QWEN_TOWER = {
+QWEN_TOWER = WIDTHS | {
     "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
     "num_heads": 2,
     "patch_size": 4,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
     "out_hidden_size": 32,
 }
-QWEN_TOKENS = {
-    "image_token_id": IMAGE,
-    "vision_start_token_id": START,
-    "vision_end_token_id": END,
-    "video_token_id": VIDEO,
+INDICES = {
+    "image_token_index": IMAGE,
+    "boi_token_index": START,
+    "eoi_token_index": END,
 }
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+QWEN_IDS = IDS | {"vision_start_token_id": START, "vision_end_token_id": END}
+
+
+def tower(size: int, **more: Any) -> dict[str, Any]:
+    """For images of patches of 4 x 4."""
+    return TOWER | {"image_size": size, "patch_size": 4} | more
 
 
 def prompts(first: int = 5) -> dict[str, Tensor]:
@@ -73,7 +72,7 @@ def of(name: str, inputs: Inputs, **given: Any) -> tuple[nn.Module, Inputs]:
 def qwen2_5_vl() -> tuple[nn.Module, Inputs]:
     tower = {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
     parts = {"text_config": {"rope_parameters": ROPE}, "vision_config": tower}
-    return of("Qwen2_5_VL", of_qwen(), **parts, **QWEN_TOKENS)
+    return of("Qwen2_5_VL", of_qwen(), **parts, **QWEN_IDS)
 
 
 def qwen3_vl() -> tuple[nn.Module, Inputs]:
@@ -81,7 +80,7 @@ def qwen3_vl() -> tuple[nn.Module, Inputs]:
     tower = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     text = {"head_dim": 8, "rope_parameters": ROPE}
     parts = {"text_config": text, "vision_config": QWEN_TOWER | tower}
-    return of("Qwen3VL", of_qwen(), **parts, **QWEN_TOKENS)
+    return of("Qwen3VL", of_qwen(), **parts, **QWEN_IDS)
 
 
 def of_qwen() -> Inputs:
@@ -91,23 +90,22 @@ def of_qwen() -> Inputs:
     return inputs | {
         "pixel_values": torch.randn(16 * BATCH, 3 * 2 * 4 * 4),
         "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH),
-        "mm_token_type_ids": (inputs["input_ids"] == IMAGE).long(),
+        "mm_token_type_ids": of_images(inputs),
     }
+
+
+def of_images(inputs: Inputs) -> Tensor:
+    """1 for tokens of images, 0 for others."""
+    return (inputs["input_ids"] == IMAGE).long()
 
 
 def gemma3() -> tuple[nn.Module, Inputs]:
     """Tokens of an image see each other both ways."""
     inputs = prompts() | image(16)
-    inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
-    return of(
-        *("Gemma3", inputs),
-        text_config={"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8},
-        vision_config={**TOWER, "image_size": 16, "patch_size": 4},
-        mm_tokens_per_image=FEATURES,
-        image_token_index=IMAGE,
-        boi_token_index=START,
-        eoi_token_index=END,
-    )
+    inputs["token_type_ids"] = of_images(inputs)
+    text = {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}
+    parts = {"text_config": text, "vision_config": tower(16)}
+    return of("Gemma3", inputs, **parts, **INDICES, mm_tokens_per_image=FEATURES)
 
 
 def gemma4() -> tuple[nn.Module, Inputs]:
@@ -122,7 +120,7 @@ def gemma4() -> tuple[nn.Module, Inputs]:
         "layer_types": ["sliding_attention", "full_attention"],
         "use_bidirectional_attention": "vision",
     }
-    tower = {
+    of_tower = TOWER | {
         "num_key_value_heads": 2,
         "head_dim": 16,
         "pooling_kernel_size": 2,
@@ -134,24 +132,21 @@ def gemma4() -> tuple[nn.Module, Inputs]:
     inputs |= {
         "pixel_values": torch.randn(BATCH, 16, 3 * 4 * 4),
         "image_position_ids": places.expand(BATCH, -1, -1).clone(),
-        "mm_token_type_ids": (inputs["input_ids"] == IMAGE).long(),
+        "mm_token_type_ids": of_images(inputs),
     }
-    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
-    tokens |= {"boi_token_id": START, "eoi_token_id": END}
-    parts = {"text_config": text, "vision_config": TOWER | tower}
-    return of("Gemma4", inputs, **parts, **tokens)
+    ids = IDS | {"boi_token_id": START, "eoi_token_id": END}
+    return of("Gemma4", inputs, text_config=text, vision_config=of_tower, **ids)
 
 
 def paligemma() -> tuple[nn.Module, Inputs]:
     """The prompt is seen both ways, the answer causally."""
-    tower = {"model_type": "siglip_vision_model", "projection_dim": 32}
     inputs = prompts(first=0) | image(8)
     inputs["token_type_ids"] = torch.ones_like(inputs["input_ids"])
     inputs["token_type_ids"][:, :8] = 0
     return of(
         *("PaliGemma", inputs),
-        vision_config={**TOWER, **tower, "image_size": 8, "patch_size": 4},
         text_config={"model_type": "gemma", "head_dim": 8},
+        vision_config=tower(8, model_type="siglip_vision_model", projection_dim=32),
         image_token_index=IMAGE,
         projection_dim=32,
         hidden_size=32,
@@ -159,11 +154,10 @@ def paligemma() -> tuple[nn.Module, Inputs]:
 
 
 def llava() -> tuple[nn.Module, Inputs]:
-    tower = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}
     model, inputs = of(
         *("Llava", prompts() | image(8)),
-        vision_config=TOWER | tower,
         text_config={"model_type": "llama"},
+        vision_config=tower(8, model_type="clip_vision_model"),
         image_token_index=IMAGE,
         vision_feature_layer=-1,
     )
@@ -175,8 +169,8 @@ def llava() -> tuple[nn.Module, Inputs]:
 def internvl() -> tuple[nn.Module, Inputs]:
     return of(
         *("InternVL", prompts() | image(16)),
-        vision_config={**TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
         text_config={"model_type": "qwen2"},
+        vision_config={**TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
         image_token_id=IMAGE,
         image_seq_length=FEATURES,
         downsample_ratio=0.5,
@@ -185,14 +179,10 @@ def internvl() -> tuple[nn.Module, Inputs]:
 
 def idefics3() -> tuple[nn.Module, Inputs]:
     """Images that are padding, all zeros, are left out: how many is data."""
-    return of(
-        *("Idefics3", prompts() | image(16, 1)),
-        vision_config={**TOWER, "image_size": 16, "patch_size": 4},
-        text_config={"model_type": "llama", "pad_token_id": 0},
-        image_token_id=IMAGE,
-        scale_factor=2,
-        pad_token_id=0,
-    )
+    text = {"model_type": "llama", "pad_token_id": 0}
+    parts = {"text_config": text, "vision_config": tower(16)}
+    others = {"image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": 0}
+    return of("Idefics3", prompts() | image(16, 1), **parts, **others)
 
 
 def llama4() -> tuple[nn.Module, Inputs]:
@@ -200,18 +190,10 @@ def llama4() -> tuple[nn.Module, Inputs]:
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0}
     text = {"head_dim": 8, "intermediate_size_mlp": 64, "attention_chunk_size": 16}
     dims = ("projector_input_dim", "projector_output_dim", "vision_output_dim")
-    tower = {"intermediate_size": 128, "image_size": 16, "patch_size": 4}
-    return of(
-        *("Llama4", prompts() | image(16)),
-        text_config=text | experts,
-        vision_config=TOWER
-        | tower
-        | {"pixel_shuffle_ratio": 0.5}
-        | dict.fromkeys(dims, 32),
-        image_token_index=IMAGE,
-        boi_token_index=START,
-        eoi_token_index=END,
-    )
+    sizes = dict.fromkeys(dims, 32) | {"intermediate_size": 128}
+    of_tower = tower(16, pixel_shuffle_ratio=0.5, **sizes)
+    parts = {"text_config": text | experts, "vision_config": of_tower}
+    return of("Llama4", prompts() | image(16), **parts, **INDICES)
 
 
 @dataclass(frozen=True)

@@ -13,26 +13,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.forms import low_forms, sink_forms
-from tests.support.forms.sink_forms import causal, lowest
+Form = Callable[..., Tensor]
 
-Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+def causal(q: Tensor) -> Tensor:
+    """True where a query sees a key."""
+    length = q.shape[-2]
+    return torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+
+
+def lowest(q: Tensor) -> float:
+    return torch.finfo(q.dtype).min
+
+
+def added(q: Tensor, hidden: Tensor) -> Tensor:
+    """The lowest number where keys are hidden, to be added to scores."""
+    return torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, lowest(q))
+
+
+def first(q: Tensor, keys: int = 3) -> Tensor:
+    """True for the first keys, which are padding.
+
+    The first queries see nothing else. In the lowest number their scores are lost, of
+    which autograd does not know where it is added.
+    """
+    return torch.arange(q.shape[-2], device=q.device) < keys
 
 
 def upcast(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.transpose(-2, -1)).softmax(-1) @ v
-
-
 def functions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As the eager path of transformers: upcast, dropout that does nothing."""
     scores = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
-    scores = scores + torch.zeros_like(causal(q), dtype=q.dtype).masked_fill(
-        ~causal(q), lowest(q)
-    )
+    scores = scores + added(q, ~causal(q))
     weights = F.softmax(scores, dim=-1, dtype=upcast(q)).to(q.dtype)
     weights = F.dropout(weights, p=0.1, training=False)
     return torch.matmul(weights, v).transpose(1, 2).contiguous().transpose(1, 2)
@@ -63,13 +78,6 @@ def refilled_low(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     hidden = causal(q).logical_not() | (torch.arange(q.shape[-2])[:, None] == 0)
     weights = (q @ k.mT / 2.0).masked_fill(hidden, lowest(q)).softmax(-1)
     return torch.where(hidden, 0.0, weights) @ v
-
-
-def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As the older GPT-2."""
-    scores = torch.matmul(q, k.transpose(-1, -2)) / q.shape[-1] ** 0.5
-    value = torch.full([], lowest(q), dtype=q.dtype, device=q.device)
-    return torch.where(causal(q), scores, value).softmax(-1) @ v
 
 
 def chosen_tensor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -153,19 +161,13 @@ def softcapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(scores, dim=-1, dtype=upcast(q)).to(q.dtype) @ v
 
 
-def softcapped_everywhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (3.0 * torch.tanh((q @ k.mT) / 3.0)).softmax(-1) @ v
-
-
 def relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     """As T5: a learned bias per head and distance, which is added in place."""
     at = torch.arange(q.shape[-2])
     far = (at[None] - at[:, None]).clamp(-8, 7) + 8
     bias = F.embedding(far, table).permute(2, 0, 1).unsqueeze(0)
     scores = torch.matmul(q, k.transpose(3, 2))
-    scores += bias + torch.zeros_like(far, dtype=q.dtype).masked_fill(
-        ~causal(q), lowest(q)
-    )
+    scores += bias + added(q, ~causal(q))
     return torch.matmul(F.softmax(scores, dim=-1).type_as(scores), v)
 
 
@@ -174,11 +176,6 @@ def upcast_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     dtype = upcast(q)
     scores = torch.matmul(q.to(dtype), k.to(dtype).transpose(-1, -2)) / 2.0
     return torch.matmul(scores.softmax(-1).to(v.dtype), v)
-
-
-def disentangled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As DeBERTa: a second product of activations is added."""
-    return (q @ k.mT + v @ k.mT).softmax(-1) @ v
 
 
 def of_all_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -207,11 +204,6 @@ def of_the_shape(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(hidden, low).softmax(-1) @ v
 
 
-def temperature(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Scores are multiplied by a number for every query."""
-    return ((q @ k.mT) * q.mean(-1, keepdim=True)).softmax(-1) @ v
-
-
 def learned_temperature(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     """As Swin V2: a learned number for every head, and a mask after it."""
     scores = (q @ k.mT) * sinks.sigmoid().exp()[:, None, None]
@@ -224,26 +216,75 @@ def divided_and_capped(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor
     return (3.0 * torch.tanh(scores / 3.0)).softmax(-1) @ v
 
 
-FORMS: dict[str, Callable[..., Tensor]] = {
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """As gpt-oss: a score per head without a value, and scores less their maximum."""
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.5
+    scores = scores.masked_fill(~causal(q), lowest(q))
+    column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    scores = torch.cat([scores, column], dim=-1)
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    weights = F.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1]
+    return torch.matmul(F.dropout(weights, p=0.0, training=True), v)
+
+
+def beside(scores: Tensor, sinks: Tensor, v: Tensor) -> Tensor:
+    """Attention by scores, and by one for every head that has no value."""
+    column = sinks[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+
+
+def sinks_of_hidden_rows(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """The first queries see nothing but sinks, as those of padding on the left."""
+    return beside((q @ k.mT) * 0.5 + added(q, ~causal(q) | first(q)), sinks, v)
+
+
+def sinks_and_low_bias(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """The same by -1e9, in a bias of pairs that is no function of a distance."""
+    at = torch.arange(q.shape[-2], dtype=q.dtype)
+    bias = (at[:, None] * at * 0.37).sin()
+    bias = bias.masked_fill(~causal(q) | (at < 3), -1e9)
+    return beside(q @ k.mT + bias, sinks, v)
+
+
+def lost(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As "eager" models of transformers with padding on the left."""
+    return (q @ k.mT * 0.5 + added(q, ~causal(q) | first(q))).softmax(-1) @ v
+
+
+def lost_with_softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As Gemma 2."""
+    scores = torch.tanh(q @ k.mT * 0.5 / 3.0) * 3.0
+    return (scores + added(q, ~causal(q) | first(q))).softmax(-1) @ v
+
+
+def lost_and_filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As older GPT-2: what is causal replaces scores, and padding is added to them."""
+    low = torch.full((), lowest(q), dtype=q.dtype, device=q.device)
+    scores = torch.where(causal(q), q @ k.mT * 0.5, low)
+    return (scores + added(q, first(q).view(1, 1, 1, -1))).softmax(-1) @ v
+
+
+FORMS: dict[str, Form] = {
+    "plain": lambda q, k, v: (q @ k.transpose(-2, -1)).softmax(-1) @ v,
+    "softcapped_everywhere": lambda q, k, v: (
+        (3.0 * torch.tanh((q @ k.mT) / 3.0)).softmax(-1) @ v
+    ),
+    # as DeBERTa: a second product of activations is added
+    "disentangled": lambda q, k, v: (q @ k.mT + v @ k.mT).softmax(-1) @ v,
+    # scores are multiplied by a number for every query
+    "temperature": lambda q, k, v: (
+        ((q @ k.mT) * q.mean(-1, keepdim=True)).softmax(-1) @ v
+    ),
+    "with_sinks_everywhere": lambda q, k, v, sinks: beside(q @ k.mT, sinks, v),
+} | {
     form.__name__: form
     for form in (
-        *(
-            plain,
-            functions,
-            filled,
-            filled_low,
-            refilled,
-            refilled_low,
-            chosen,
-            chosen_tensor,
-            in_place,
-            scaled_first,
-            alibi,
-        ),
-        *(einsum, one_key_head, grouped, channels_first, softcapped),
-        *(softcapped_everywhere, relative, *sink_forms.FORMS, *low_forms.FORMS),
-        *(disentangled, of_all_pairs, upcast_by_hand, low_then_added, of_the_shape),
-        *(narrow_bias, temperature, learned_temperature, divided_and_capped),
+        *(functions, filled, filled_low, refilled, refilled_low, chosen_tensor),
+        *(in_place, scaled_first, alibi, einsum, one_key_head, grouped),
+        *(channels_first, softcapped, relative, of_all_pairs, upcast_by_hand),
+        *(low_then_added, of_the_shape, narrow_bias, learned_temperature),
+        *(divided_and_capped, with_sinks, sinks_of_hidden_rows, sinks_and_low_bias),
+        *(lost, lost_with_softcap, lost_and_filled),
     )
 }
 
@@ -266,21 +307,6 @@ def over_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2)
 
 
-def over_channels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As XCiT: channels attend to channels."""
-    return ((q.mT @ k).softmax(-1) @ v.mT).mT
-
-
-def over_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The softmax is over the queries."""
-    return (q @ k.mT).softmax(-2) @ v
-
-
-def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Linear attention: no product of queries and keys has a softmax."""
-    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
-
-
 def weights_read_again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = (q @ k.mT).softmax(-1)
     return weights @ v + weights.sum(-1, keepdim=True).cos()
@@ -290,16 +316,6 @@ def windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Four tokens each, which lie together."""
     q, k, v = (x.unflatten(2, (-1, 4)) for x in (q, k, v))
     return ((q @ k.mT).softmax(-1) @ v).flatten(2, 3)
-
-
-def temperature_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Scores are multiplied by a number for every key."""
-    return ((q @ k.mT) * k.mean(-1)[..., None, :]).softmax(-1) @ v
-
-
-def scaled_until_it_hides_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = (q @ k.mT).masked_fill(~causal(q), -1e4)
-    return (scores * 1e-4).softmax(-1) @ v
 
 
 def added_to_a_low_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -315,18 +331,37 @@ def shape_read_elsewhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(far, -torch.inf).softmax(-1) @ v + far.sum(-1)[..., None]
 
 
-def shifted_by_columns(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Less the maximum of each key, which changes the softmax over keys."""
-    scores = q @ k.mT
-    return (scores - scores.amax(-2, keepdim=True)).softmax(-1) @ v
+def less_its_largest(scores: Tensor, dim: int) -> Tensor:
+    return scores - scores.amax(dim, keepdim=True)
 
 
-TWINS: dict[str, Callable[..., Tensor]] = {
+TWINS: dict[str, Form] = {
+    # as XCiT: channels attend to channels
+    "over_channels": lambda q, k, v: ((q.mT @ k).softmax(-1) @ v.mT).mT,
+    # the softmax is over the queries
+    "over_rows": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+    # no product of queries and keys has a softmax
+    "linear": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
+    # scores are multiplied by a number for every key
+    "temperature_of_keys": lambda q, k, v: (
+        ((q @ k.mT) * k.mean(-1)[..., None, :]).softmax(-1) @ v
+    ),
+    "scaled_until_it_hides_nothing": lambda q, k, v: (
+        ((q @ k.mT).masked_fill(~causal(q), -1e4) * 1e-4).softmax(-1) @ v
+    ),
+    # less the maximum of each key, which changes the softmax over keys
+    "shifted_by_columns": lambda q, k, v: (
+        less_its_largest(q @ k.mT, -2).softmax(-1) @ v
+    ),
+    # scores are shifted, and the sinks are not
+    "shifted_before_sinks": lambda q, k, v, sinks: beside(
+        less_its_largest(q @ k.mT, -1), sinks, v
+    ),
+    "raised_before_sinks": lambda q, k, v, sinks: beside(q @ k.mT + 1.0, sinks, v),
+} | {
     form.__name__: form
     for form in (
-        *(over_heads, over_channels, over_rows, linear, weights_read_again, windows),
-        *(temperature_of_keys, scaled_until_it_hides_nothing),
-        *(*sink_forms.TWINS, shifted_by_columns, added_to_a_low_number),
+        *(over_heads, weights_read_again, windows, added_to_a_low_number),
         *(shape_read_elsewhere, refilled_less, refilled_another_mask),
     )
 }
@@ -335,9 +370,7 @@ TWINS: dict[str, Callable[..., Tensor]] = {
 class Model(torch.nn.Module):
     """Two layers of attention in one of these forms, with a loss over all tokens."""
 
-    def __init__(
-        self, form: Callable[..., Tensor], heads: int = 4, width: int = 16
-    ) -> None:
+    def __init__(self, form: Form, heads: int = 4, width: int = 16) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.form, self.heads = form, heads

@@ -11,6 +11,7 @@ import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 from torch.nn.attention.flex_attention import (
     AuxRequest,
+    BlockMask,
     create_block_mask,
     flex_attention,
 )
@@ -49,39 +50,13 @@ def _block_mask(mask_mod):
 CAUSAL, DOCUMENTS, WINDOW = map(_block_mask, (_causal, _same_document, _window))
 
 
-def everything(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flex_attention(q, k, v)
-
-
-def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    given = {"block_mask": CAUSAL, "enable_gqa": True}
-    return flex_attention(q, k[:, :2], v[:, :2], **given)
-
-
-def documents(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flex_attention(q, k, v, block_mask=DOCUMENTS)
-
-
-def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flex_attention(q, k, v, block_mask=WINDOW)
-
-
-def made_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The block mask is made in the compiled function."""
-    return flex_attention(q, k, v, block_mask=_block_mask(_causal), scale=0.3)
-
-
-def softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flex_attention(q, k, v, score_mod=_cap, block_mask=CAUSAL)
-
-
-def alibi(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+def _sloped(sinks: Tensor) -> Callable[..., Tensor]:
     """Slopes that are learned."""
 
     def score_mod(score, b, h, q_idx, kv_idx):
         return score + sinks[h] * (kv_idx - q_idx)
 
-    return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
+    return score_mod
 
 
 def relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
@@ -114,15 +89,6 @@ def lse_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The attention itself is not read."""
     _, lse = flex_attention(q, k, v, block_mask=CAUSAL, return_lse=True)
     return v * lse.unsqueeze(-1).tanh()
-
-
-def of_the_score(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A function of scores that has no name."""
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return score * torch.sigmoid(score)
-
-    return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
 
 
 def squared(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
@@ -159,54 +125,58 @@ def weighted_keys(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
 
 
-def not_finite_where_hidden(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A logarithm of negative numbers, which the mask hides."""
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return torch.sin(score) - torch.log(q_idx - kv_idx + 1.0)
-
-    return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
+def _logarithm(score, b, h, q_idx, kv_idx):
+    """Of negative numbers, which the mask hides."""
+    return torch.sin(score) - torch.log(q_idx - kv_idx + 1.0)
 
 
 def biased_lse(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     """The log-sum-exp of scores with a bias, under which rows could be raised."""
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return score + sinks[h] * (kv_idx - q_idx)
-
-    given = {"score_mod": score_mod, "block_mask": CAUSAL, "return_lse": True}
+    given = {"score_mod": _sloped(sinks), "block_mask": CAUSAL, "return_lse": True}
     out, lse = flex_attention(q, k, v, **given)
     return out * lse[..., None].sigmoid()
 
 
-# Functions of the scores that are computed by parts.
-SCORE_MODS: dict[str, Callable[..., Tensor]] = {
-    form.__name__: form
-    for form in (
-        *(of_the_score, squared, waved, weighted_keys, not_finite_where_hidden),
-        biased_lse,
-    )
-}
+def _unnamed(score, b, h, q_idx, kv_idx):
+    """A function of scores that has no name."""
+    return score * torch.sigmoid(score)
 
-FORMS: dict[str, Callable[..., Tensor]] = {
-    form.__name__: form
-    for form in (
-        *(everything, grouped, documents, window, made_inside, softcap, alibi),
-        *(relative, with_sinks, merged, lse_alone),
-    )
+
+def _drawn(score, b, h, q_idx, kv_idx):
+    """Numbers that are drawn anew for every score."""
+    return score + 0.0 * torch.rand_like(score)
+
+
+Form = Callable[..., Tensor]
+
+
+def of(score_mod: Form | None = None, mask: BlockMask | None = None) -> Form:
+    """Attention with these alone."""
+    return lambda q, k, v: flex_attention(q, k, v, score_mod, block_mask=mask)
+
+
+# Functions of the scores that are computed by parts.
+SCORE_MODS: dict[str, Form] = {
+    "of_the_score": of(_unnamed, CAUSAL),
+    "not_finite_where_hidden": of(_logarithm, CAUSAL),
+    **{x.__name__: x for x in (squared, waved, weighted_keys, biased_lse)},
 }
+FORMS: dict[str, Form] = {
+    "everything": of(),
+    "documents": of(mask=DOCUMENTS),
+    "window": of(mask=WINDOW),
+    "softcap": of(_cap, CAUSAL),
+    "grouped": lambda q, k, v: flex_attention(
+        q, k[:, :2], v[:, :2], block_mask=CAUSAL, enable_gqa=True
+    ),
+    # the block mask is made in the compiled function
+    "made_inside": lambda q, k, v: flex_attention(
+        q, k, v, block_mask=_block_mask(_causal), scale=0.3
+    ),
+    "alibi": lambda q, k, v, sinks: of(_sloped(sinks), CAUSAL)(q, k, v),
+    **{x.__name__: x for x in (relative, with_sinks, merged, lse_alone)},
+}
+LEFT: dict[str, Form] = {"random": of(_drawn, CAUSAL)}
 CALLS_OF_LAYER = dict.fromkeys(FORMS | SCORE_MODS, 1) | {
     "merged": 2
 }  # that are shared out
-
-
-def random(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Numbers that are drawn anew for every score."""
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return score + 0.0 * torch.rand_like(score)
-
-    return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
-
-
-LEFT: dict[str, Callable[..., Tensor]] = {"random": random}

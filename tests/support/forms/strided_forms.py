@@ -35,10 +35,6 @@ def up(*args, **kwargs) -> nn.Module:
     return nn.ConvTranspose1d(WIDTH, WIDTH, *args, **kwargs)
 
 
-def in_grid(make: type[nn.Module], *args, **kwargs) -> nn.Module:
-    return make(WIDTH, WIDTH, *args, **kwargs)
-
-
 class Call(nn.Module):
     """A function as a module."""
 
@@ -54,63 +50,52 @@ def windows(size: int, step: int) -> nn.Module:
     return Call(lambda x: x.unfold(2, size, step).mean(-1))
 
 
-def resized(factor: float) -> nn.Module:
-    return Call(lambda x: F.interpolate(x, scale_factor=factor))
+def resized(**given) -> nn.Module:
+    return Call(lambda x: F.interpolate(x, **given))
 
 
-# By name: what makes the module, and what brings the tokens to it.
-FORMS = {
-    "halves": (lambda: conv(3, stride=2, padding=1), of_channels),
-    "patches": (lambda: conv(4, stride=4, bias=False), of_channels),
-    "every second": (lambda: conv(1, stride=2), of_channels),
-    "single maxima": (lambda: nn.MaxPool1d(1, 2), of_channels),
-    "rest": (lambda: conv(2, stride=3), of_channels),
-    "dilated": (lambda: conv(3, stride=2, dilation=2, padding=2), of_channels),
-    "depthwise": (lambda: conv(5, stride=2, groups=WIDTH), of_channels),
-    "shrinks": (lambda: conv(3), of_channels),
-    "grows": (lambda: conv(3, padding=2), of_channels),
-    "reflects": (lambda: conv(3, padding=1, padding_mode="reflect"), of_channels),
-    "means": (lambda: nn.AvgPool1d(2), of_channels),
-    "padded means": (lambda: nn.AvgPool1d(3, 2, 1), of_channels),
-    "moving means": (lambda: nn.AvgPool1d(13, 1), of_channels),
-    "maxima": (lambda: nn.MaxPool1d(3, 2, 1), of_channels),
-    "dilated maxima": (lambda: nn.MaxPool1d(2, 2, 0, dilation=3), of_channels),
-    "equal parts": (lambda: nn.AdaptiveAvgPool1d(6), of_channels),
-    "overlapping": (lambda: windows(4, 2), of_channels),
-    "with a rest": (lambda: windows(5, 5), of_channels),
-    "doubles": (lambda: up(4, stride=2, padding=1), of_channels),
-    "triples": (
-        lambda: up(5, stride=3, padding=2, output_padding=2, groups=4),
-        of_channels,
+OF_CHANNELS = {
+    "halves": lambda: conv(3, stride=2, padding=1),
+    "patches": lambda: conv(4, stride=4, bias=False),
+    "every second": lambda: conv(1, stride=2),
+    "single maxima": lambda: nn.MaxPool1d(1, 2),
+    "rest": lambda: conv(2, stride=3),
+    "dilated": lambda: conv(3, stride=2, dilation=2, padding=2),
+    "depthwise": lambda: conv(5, stride=2, groups=WIDTH),
+    "shrinks": lambda: conv(3),
+    "grows": lambda: conv(3, padding=2),
+    "reflects": lambda: conv(3, padding=1, padding_mode="reflect"),
+    "means": lambda: nn.AvgPool1d(2),
+    "padded means": lambda: nn.AvgPool1d(3, 2, 1),
+    "moving means": lambda: nn.AvgPool1d(13, 1),
+    "maxima": lambda: nn.MaxPool1d(3, 2, 1),
+    "dilated maxima": lambda: nn.MaxPool1d(2, 2, 0, dilation=3),
+    "equal parts": lambda: nn.AdaptiveAvgPool1d(6),
+    "overlapping": lambda: windows(4, 2),
+    "with a rest": lambda: windows(5, 5),
+    "doubles": lambda: up(4, stride=2, padding=1),
+    "triples": lambda: up(5, stride=3, padding=2, output_padding=2, groups=4),
+    "spreads": lambda: up(3, bias=False, dilation=2),
+    "repeats": lambda: resized(scale_factor=2),
+    "repeats for a size": lambda: Call(
+        lambda x: F.interpolate(x, size=4 * x.shape[-1])
     ),
-    "spreads": (lambda: up(3, bias=False, dilation=2), of_channels),
-    "repeats": (lambda: resized(2), of_channels),
-    "repeats for a size": (
-        lambda: Call(lambda x: F.interpolate(x, size=4 * x.shape[-1])),
-        of_channels,
-    ),
-    "grid": (lambda: in_grid(nn.Conv2d, 3, stride=2, padding=1), of_grid),
-    "grid of patches": (lambda: in_grid(nn.Conv2d, (2, 3), stride=(2, 3)), of_grid),
-    "grid maxima": (lambda: nn.MaxPool2d(3, (2, 1), 1), of_grid),
-    "larger grid": (lambda: in_grid(nn.ConvTranspose2d, 2, stride=2), of_grid),
-    "repeated grid": (lambda: resized(2), of_grid),
 }
+OF_GRID = {
+    "grid": lambda: nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1),
+    "grid of patches": lambda: nn.Conv2d(WIDTH, WIDTH, (2, 3), stride=(2, 3)),
+    "grid maxima": lambda: nn.MaxPool2d(3, (2, 1), 1),
+    "larger grid": lambda: nn.ConvTranspose2d(WIDTH, WIDTH, 2, stride=2),
+    "repeated grid": lambda: resized(scale_factor=2),
+}
+FORMS = OF_CHANNELS | OF_GRID
 # Not of windows that begin at equal distances, or of other numbers than zeros.
 TWINS = {
-    "counted means": (
-        lambda: nn.AvgPool1d(3, 2, 1, count_include_pad=False),
-        of_channels,
-    ),
-    "nearly four times": (
-        lambda: resized(4.004),
-        of_channels,
-    ),  # not each so often
-    "three times": (lambda: resized(3), of_channels),
-    "wide means": (lambda: nn.AvgPool1d(31, 1, 15), of_channels),  # of all tokens
-    "between tokens": (
-        lambda: Call(lambda x: F.interpolate(x, scale_factor=2.0, mode="linear")),
-        of_channels,
-    ),
+    "counted means": lambda: nn.AvgPool1d(3, 2, 1, count_include_pad=False),
+    "nearly four times": lambda: resized(scale_factor=4.004),  # not each so often
+    "three times": lambda: resized(scale_factor=3),
+    "wide means": lambda: nn.AvgPool1d(31, 1, 15),  # of all tokens
+    "between tokens": lambda: resized(scale_factor=2.0, mode="linear"),
 }
 
 
@@ -119,9 +104,8 @@ class Model(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        make, bring = (FORMS | TWINS)[name]
-        self.changed = make()
-        self.bring = bring(self.changed)
+        self.changed = (FORMS | TWINS)[name]()
+        self.bring = (of_grid if name in OF_GRID else of_channels)(self.changed)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
 
