@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,7 +22,7 @@ from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import fake_mesh
 from tests.support import one_attention
-from tests.support.one_attention import HEADS, WIDTH, Model, mean_loss, sliced
+from tests.support.one_attention import WIDTH, Model, mean_loss, sliced
 
 RANKS, BATCH = 4, 2
 
@@ -117,30 +116,6 @@ def test_work_in_tiles_is_shared_out() -> None:
         assert account.work.ratio == pytest.approx(1.0)
     forward = next(x.work for x in found if x.direction is GraphDirection.FORWARD)
     assert forward.whole_flops > 1.2 * wanted[GraphDirection.FORWARD], "no tiles"
-
-
-class CrossAttention(nn.Module):
-    """Queries and keys of two lengths, as of an image and a text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text = nn.Embedding(64, WIDTH), nn.Embedding(64, WIDTH)
-        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        q, k = self.q(self.image(tokens)), self.k(self.text(tokens[:, :18]))
-        q, k = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in (q, k))
-        return F.scaled_dot_product_attention(q, k, k).square().mean()
-
-
-def test_calls_without_gradients_count_once() -> None:
-    """Autograd gives all of them one number; rank 1 has 8 of 29 and 5 of 18 tokens."""
-    model, tokens = CrossAttention(), torch.randint(64, (BATCH, 29))
-    products = 2 * BATCH * WIDTH * WIDTH * (29 + 18)
-    with torch.no_grad():
-        (account,) = accounts(model, tokens, strategy="ring", layout="contiguous")
-    wanted = products + 4 * BATCH * WIDTH * 29 * 18
-    assert account.work.whole_flops == pytest.approx(wanted)
 
 
 def test_repeated_work_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,34 +13,6 @@ from tests.unit.cli.test_cli import LLAMA, run
 SIZES = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "seq": 8192}
 
 
-def test_one_number_of_ranks_prints_every_candidate(capsys):
-    code, out, err = run(capsys, *LLAMA, "--cp", "4", "--layout", "contiguous")
-    assert (code, err) == (0, "")
-    expected = cp.plan(**SIZES, ranks=4, layout="contiguous")
-    described, rates, empty, decision, header, *rows = out.splitlines()
-    assert described == (
-        "llama3-8b, 32 layers: 8192 tokens, batch 1, 32 query and 8 key/value heads, "
-        "head dim 128, 16 bits per element, causal, forward and backward"
-    )
-    assert (rates, empty) == ("predicted for h100_sxm, 8 ranks per node", "")
-    milliseconds = 1e3 * expected.chosen.seconds
-    assert decision.startswith(
-        f"4 ranks: {expected.chosen.label}, {milliseconds:.3f} ms per layer, "
-        f"{32 * milliseconds:.3f} ms over 32 layers; runner-up "
-    )
-    assert " ".join(header.split()) == (
-        "strategy degrees layout ms/layer exposed ms hidden ms wire MB extra MiB "
-        "kernels excluded because"
-    )
-    assert len(rows) == len(expected.candidates)
-    assert [row[0] for row in rows].count(">") == 1
-    for row, candidate in zip(rows, expected.candidates, strict=True):
-        assert row[1:].split()[0] == candidate.strategy.value
-        assert f"{1e3 * candidate.seconds:.3f}" in row.split()
-        assert f"{candidate.wire_bytes / 1e6:.1f}" in row.split()
-        assert f"{candidate.peak_extra_bytes / 2**20:.1f}" in row.split()
-
-
 def test_a_sweep_prints_a_line_per_number_of_ranks(capsys):
     code, out, _ = run(capsys, *LLAMA, "--cp", "1..1024")
     assert code == 0

@@ -20,7 +20,7 @@ from cpcompile.cost.plans import (
     Plan,
     Strategy,
 )
-from cpcompile.cost.strategies import STRATEGIES, factorisations
+from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
@@ -86,15 +86,6 @@ hybrid 2 (ring) in 4 striped: 1.26 ms, 0.25 exposed, 0.07 hidden, 80 MiB, 2 kern
     )
 
 
-def test_on_a_slow_link_the_ring_hides_what_an_all_gather_waits_for() -> None:
-    slow = load_profile("rtx_4090")
-    diffusion = replace(LLAMA, kv_heads=32, causal=False, q_len=65536, kv_len=65536)
-    found = {c.label: c for c in choose(diffusion, slow).candidates}
-    ring, gathered = found["ring"], found["all_gather"]
-    assert ring.seconds is not None and gathered.seconds is not None
-    assert ring.seconds < gathered.seconds
-
-
 def test_training_is_forward_and_backward() -> None:
     passes = {
         each: {
@@ -136,30 +127,6 @@ def test_every_number_of_the_profile_counts(field: str) -> None:
         for each in (machine, changed)
     )
     assert before != after
-
-
-@pytest.mark.parametrize("strategy", SEQUENCE_STRATEGIES)
-def test_a_forced_strategy_is_chosen_and_all_are_listed(strategy: Strategy) -> None:
-    free, forced = choose(LLAMA, H100), choose(LLAMA, H100, strategy=strategy)
-    assert (free.forced, forced.forced) == (False, True)
-    assert forced.strategy is strategy
-    assert forced.candidates == free.candidates
-    best = next(c for c in free.candidates if c.strategy is strategy)
-    assert forced.chosen == best
-    assert forced.runner_up is not None and forced.runner_up is not forced.chosen
-
-
-def test_factorisations_in_both_orders() -> None:
-    assert [str(each) for each in factorisations(8)] == [
-        "2 in 4 (ring)",
-        "4 (ring) in 2",
-        "4 in 2 (ring)",
-        "2 (ring) in 4",
-    ]
-    assert factorisations(7) == []
-    assert all(each.ranks == 12 for each in factorisations(12))
-    listed = {c.degrees for c in choose(LLAMA, H100).candidates if c.strategy is HYBRID}
-    assert listed == set(factorisations(8))
 
 
 FAST = candidate(RING, 1.00, peak_extra_bytes=200, kernels=8)

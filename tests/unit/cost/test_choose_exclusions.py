@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -79,19 +78,6 @@ def test_what_is_said_if_nothing_is_left(changes, options, text) -> None:
     assert message == text or (text.endswith("needs") and message.startswith(text))
 
 
-def test_the_mesh_decides_the_hybrid() -> None:
-    mesh = CPDegrees(4, 2)
-    plan = choose(LLAMA, H100, strategy=HYBRID, degrees=mesh)
-    assert plan.chosen.degrees == mesh
-    reasons = {
-        str(c.degrees): c.excluded
-        for c in plan.candidates
-        if c.strategy is HYBRID and c.excluded is not None
-    }
-    others = ("2 in 4 (ring)", "4 (ring) in 2", "2 (ring) in 4")
-    assert reasons == dict.fromkeys(others, "the mesh is 4 in 2 (ring)")
-
-
 def test_more_ranks_than_heads() -> None:
     """No reason to be out: heads are padded, and what that costs is charged."""
     few = replace(LLAMA, heads=2, kv_heads=1, q_len=2**17, kv_len=2**17)
@@ -101,16 +87,6 @@ def test_more_ranks_than_heads() -> None:
     # 6 of 8 ranks attend to nothing but zeros.
     loss = (ulysses.seconds or 0) / (plan.chosen.seconds or 1)
     assert loss == pytest.approx(8 / 2, rel=0.05)
-
-
-def test_layouts_that_the_mask_or_the_lengths_exclude() -> None:
-    layouts = (Layout.CONTIGUOUS, Layout.ZIGZAG)
-    for changes in ({"causal": False}, {"kv_len": 4096}):
-        plan = choose(replace(LLAMA, **changes), H100, layouts=layouts)
-        found = {c.excluded for c in plan.candidates if c.layout is Layout.ZIGZAG}
-        assert len(found) == 1 and plan.layout is Layout.CONTIGUOUS
-        assert plan.candidates[-1].excluded in found
-    assert_expected_inline(str(found), """{'zigzag needs as many queries as keys'}""")
 
 
 def test_a_memory_budget_excludes_and_keeps_the_cost() -> None:
@@ -125,11 +101,3 @@ def test_a_memory_budget_excludes_and_keeps_the_cost() -> None:
         f"{tight.label}: {tight.excluded}",
         """ring: needs 40.0 MiB of extra memory per rank, and the budget is 36.0 MiB""",
     )
-
-
-def test_a_forced_strategy_is_out_for_the_reason_in_the_list() -> None:
-    listed = choose(LLAMA, H100, **budgeted(45)).candidates
-    gathered = next(c for c in listed if c.strategy is ALL_GATHER)
-    assert gathered.excluded is not None
-    with pytest.raises(RewriteError, match=re.escape(gathered.excluded)):
-        choose(LLAMA, H100, **budgeted(45, strategy=ALL_GATHER))

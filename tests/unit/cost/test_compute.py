@@ -10,7 +10,7 @@ import pytest
 import sympy
 
 from cpcompile.cost import compute
-from cpcompile.cost.symbols import SYMBOLS, B, D, E, F_bwd, F_fwd, Sk, Sq, h, r
+from cpcompile.cost.symbols import B, D, E, F_bwd, F_fwd, Sk, Sq, h
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout, Runs
 from tests.unit.cost.cost_cases import H100, IDEAL, RATES, at, positions, seen
@@ -178,11 +178,6 @@ def test_ranks_on_shared_cores_need_not_wait_for_the_last(
         assert found / slowest == pytest.approx(factor, rel=1e-4)
     balanced = compute.ring_step_seconds(True, Layout.ZIGZAG, backward=False)[1]
     assert at(balanced, shared, causal=True) == at(balanced, COUNTING, causal=True)
-
-
-def test_every_symbol_has_one_meaning() -> None:
-    assert len({str(symbol) for symbol in SYMBOLS}) == len(SYMBOLS)
-    assert r in SYMBOLS
 
 
 @pytest.mark.parametrize("backward", [False, True])

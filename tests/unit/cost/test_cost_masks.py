@@ -116,11 +116,3 @@ def test_what_the_operators_can_run(
     )
     assert (found.excluded is None) == (why is None)
     assert why is None or why in (found.excluded or "")
-
-
-def test_layouts_are_for_what_is_in_order() -> None:
-    """Without a mask no layout balances anything."""
-    plain = replace(MASKED, masked=False)
-    plan = choose(plain, H100, layouts=(Layout.CONTIGUOUS, Layout.ZIGZAG))
-    reasons = {c.excluded for c in plan.candidates if c.layout is Layout.ZIGZAG}
-    assert reasons == {"zigzag balances causal attention only"}

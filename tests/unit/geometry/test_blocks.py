@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpcompile.geometry.blocks import Block, live_pairs, square, visible_blocks
+from cpcompile.geometry.blocks import live_pairs, square, visible_blocks
 from tests.unit.geometry.painting import painted
 
 small = st.integers(0, 12)
@@ -40,22 +40,3 @@ def test_square_triangles_compute_the_same(q_start, q_count, k_start, k_count, c
     assert all(b.rows == b.keys for b in squares if b.triangular)
     assert all(b.rows > 0 and b.keys > 0 for b in squares)
     assert live_pairs(squares) == live_pairs(blocks)
-
-
-def test_square_triangles():
-    rectangle, triangle = Block(1, 2, 3, 4, False), Block(1, 4, 3, 4, True)
-    assert square(rectangle) == (rectangle,)
-    assert square(triangle) == (triangle,)
-    assert square(Block(1, 4, 3, 6, True)) == (triangle,)
-    assert square(Block(1, 7, 3, 4, True)) == (triangle, Block(5, 3, 3, 4, False))
-    apart = Block(1, 7, 3, 4, True, 2)
-    assert square(apart) == (Block(1, 4, 3, 4, True, 2), Block(9, 3, 3, 4, False, 2))
-
-
-def test_the_shapes_of_a_ring_step_and_of_gathered_keys():
-    earlier, own = Block(0, 4, 0, 4, False), Block(0, 4, 0, 4, True)
-    assert visible_blocks(4, 4, 0, 4, True) == (earlier,)
-    assert visible_blocks(4, 4, 4, 4, True) == (own,)
-    assert visible_blocks(0, 4, 4, 4, True) == ()
-    gathered = (earlier, Block(0, 4, 4, 4, True))
-    assert visible_blocks(4, 4, 0, 8, True) == gathered

@@ -25,15 +25,6 @@ def test_chunks_are_those_of_torch_chunk_and_of_dtensor(length, ranks):
     assert chunks.size == max(chunks.count(rank) for rank in range(ranks))
 
 
-@given(lengths, ranks)
-def test_one_run_is_the_contiguous_layout(length, ranks):
-    runs, chunks = Runs.contiguous(length, ranks), Chunks(length, ranks)
-    assert runs.padded == chunks.size
-    for rank in range(ranks):
-        assert runs.start(rank) == chunks.start(rank)
-        assert runs.count(rank) == chunks.count(rank)
-
-
 @given(lengths, ranks, st.integers(1, 4))
 def test_runs_partition_the_sequence(length, ranks, pieces):
     """As the chunks of ranks * pieces ranks, of which every ranks-th lies together."""

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from cpcompile.geometry.blocks import square
 from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.visibility import (
-    ALL,
-    NOTHING,
     Visible,
     upper_of_rows,
     visible_chunk,
@@ -69,30 +67,11 @@ def test_pairs_are_counted(visible, rows, keys):
     assert not (visible.is_empty and seen.any())
 
 
-@pytest.mark.parametrize(
-    ("visible", "empty"),
-    [
-        (ALL, False),
-        (NOTHING, True),
-        (Visible(rows=(3, 3)), True),
-        (Visible(keys=(4, 2)), True),
-        (Visible(rows=(0, 1), keys=(0, 1)), False),
-    ],
-)
-def test_is_empty(visible, empty):
-    assert visible.is_empty is empty
-
-
 @given(visibles)
 def test_lists_and_back(visible):
     numbers = visible.to_list()
     assert all(isinstance(x, int) for x in numbers)
     assert Visible.of_list(numbers) == visible
-
-
-def test_a_causal_limit_as_a_list():
-    assert Visible(upper=(1, 1)).to_list() == [2, 1, 1]
-    assert ALL.to_list() == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpcompile.geometry.layout import Layout, TokenLayout
-from cpcompile.geometry.visibility import visible_tokens
 from cpcompile.geometry.work_map import work
 
 lengths = st.integers(1, 40)
@@ -48,18 +47,6 @@ def test_other_layouts_need_equal_lengths(layout):
         f"{layout.value} layout: got 16 queries and 24 keys; it needs as many queries "
         "as keys"
     )
-
-
-@pytest.mark.parametrize("layout", Layout)
-@given(length=st.integers(0, 5000), ranks=st.integers(1, 24))
-@settings(deadline=None, max_examples=20)
-def test_work_is_what_a_step_computes(layout, length, ranks):
-    tokens = TokenLayout.of(layout, length, ranks)
-    table = work(layout, length, length, ranks, causal=True)
-    for rank, row in enumerate(table.tolist()):
-        for step, pairs in enumerate(row):
-            visible = visible_tokens(tokens, rank, (rank - step) % ranks)
-            assert pairs == visible.pairs(tokens.count(rank), tokens.size)
 
 
 @pytest.mark.parametrize("layout", Layout)

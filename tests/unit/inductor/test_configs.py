@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from cpcompile.geometry.visibility import ALL, Visible
-from cpcompile.kernels.configs import ARCHITECTURES, Kernel, configs, padded
+from cpcompile.geometry.visibility import Visible
+from cpcompile.kernels.configs import ARCHITECTURES, Kernel, configs
 from cpcompile.kernels.constants import (
     EVERY_KEY,
     LOG2_E,
@@ -15,7 +15,6 @@ from cpcompile.kernels.constants import (
     ScoreModifiers,
     dot_precision,
     step_constants,
-    tensor_names,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,35 +53,6 @@ def test_every_combination_has_a_config(kernel, architecture):
 
 
 @pytest.mark.parametrize(
-    ("other", "known"),
-    [("sm103", "sm100"), ("sm87", "sm80"), ("gfx950", "gfx942"), ("gfx90a", "gfx942")],
-)
-def test_other_architectures_use_the_nearest_table(other, known):
-    for kernel in Kernel:
-        expected = configs(kernel, known, torch.bfloat16, 128)
-        assert configs(kernel, other, torch.bfloat16, 128) == expected
-
-
-def test_padded():
-    assert [padded(x) for x in (1, 16, 17, 64, 80, 96, 129)] == [
-        16, 16, 32, 64, 128, 128, 256,
-    ]  # fmt: skip
-
-
-def test_constants_of_dims_and_scale():
-    """The kernels take the maximum of the scores before scaling them."""
-    got = constants()
-    assert (got["HEAD_DIM"], got["PADDED_HEAD_DIM"]) == (96, 128)
-    assert (got["VALUE_DIM"], got["PADDED_VALUE_DIM"]) == (128, 128)
-    assert got["SCALE_LOG2"] == 0.5 * LOG2_E and not got["NEGATE"]
-    assert got["PRECISION"] == "'ieee'"  # pasted into the source, so with quotes
-    got = constants(scale=-0.5)
-    assert got["SCALE_LOG2"] == 0.5 * LOG2_E and got["NEGATE"]
-    assert got["SCALE"] == -0.5
-    assert constants(scale=0.0)["SCALE_LOG2"] > 0  # hidden scores stay hidden
-
-
-@pytest.mark.parametrize(
     ("keys", "limits", "even"),
     [
         (1024, None, True),
@@ -109,35 +79,12 @@ def test_a_slice_of_a_symbolic_size_is_not_even():
     assert constants(**given, limits=limits)["EVEN_KEYS"] is False
 
 
-@pytest.mark.parametrize("vector", [False, True])
-def test_constants_of_limits(vector):
-    rows = torch.ones(1) if vector else None
-    visible = ALL if vector else Visible(upper=(3, -4))
-    got = constants(limits=RowLimits(visible, rows))
-    assert got["HAS_UPPER"] and got["UPPER_VECTOR"] is vector and not got["HAS_LOWER"]
-    assert (got["UPPER_EVEN"], got["UPPER_ODD"]) == ((0, 0) if vector else (3, -4))
-
-
-def test_values_can_be_pasted_into_a_source():
-    limits = RowLimits(Visible((0, 8), (0, 8), (1, 1)))
-    for value in constants(limits=limits).values():
-        assert type(value) in (int, float, bool, str)
-
-
 def test_a_softcap_is_the_scale_of_its_tanh():
     """c * tanh(scale / c * s): one factor is inside, one outside."""
     plain, capped = constants(), constants(changes=ScoreModifiers(softcap=20.0))
     assert capped.keys() - plain.keys() == {"SCALE_IN_CAP"}
     assert capped["SCALE_IN_CAP"] == 0.5 / 20
     assert capped["SCALE_LOG2"] == 20 * LOG2_E
-
-
-def test_second_outputs_are_the_last_tensor():
-    limits = RowLimits(upper=torch.ones(1), lower=torch.ones(1))
-    given = {"accumulate": True, "limits": limits, "changes": NO_MODIFIERS}
-    assert tensor_names(Kernel.FORWARD, **given)[-3:] == ("UPPER", "LOWER", "LSE_OUT")
-    assert tensor_names(Kernel.DKDV, **given)[-3:] == ("UPPER", "LOWER", "DV_OUT")
-    assert tensor_names(Kernel.DQ, **given)[-3:] == ("DQ_IN", "UPPER", "LOWER")
 
 
 @pytest.mark.parametrize(

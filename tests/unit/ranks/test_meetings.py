@@ -45,11 +45,6 @@ def together(talk):
     return run
 
 
-def test_equal_actions_meet(together):
-    actions = [f"runs f, call {n}" for n in range(50)]
-    assert together(*[does(*actions)] * 3) == [""] * 3
-
-
 def test_ranks_that_do_something_else_all_raise_one_text(together):
     texts = together(
         does("runs f", "runs g"), does("runs f", "runs h"), does("runs f", "runs g")
@@ -104,19 +99,6 @@ def test_texts_that_differ_wait_for_a_rank_that_is_late(together, monkeypatch):
     assert together(come, come, come) == ["0,1,2"] * 3
 
 
-def test_after_a_difference_ranks_can_meet_again(together):
-    def rank(number):
-        def run(steps):
-            with pytest.raises(RankMismatchError):
-                steps.meet(f"runs {number}")
-            for n in range(6):
-                steps.meet(f"runs together {n}")
-
-        return run
-
-    assert together(rank(0), rank(1)) == [""] * 2
-
-
 def test_the_store_does_not_grow():
     store = dist.HashStore()
     steps = Meetings(store, "g", 0, 1, 1.0, lambda: lambda missing: {})
@@ -130,11 +112,6 @@ def test_the_store_does_not_grow():
 def messages(group, seconds=20.0):
     mine = Message(f"message of {group.rank()}")
     return [m.text for m in exchange(group, mine, seconds, "compiles forward")]
-
-
-def test_all_ranks_hear_all_messages(talk):
-    expected = [f"message of {rank}" for rank in range(3)]
-    assert talk(messages, range(3)) == [expected] * 3
 
 
 def test_a_rank_that_does_not_come(talk):

@@ -1,7 +1,6 @@
 """Pictures of plans: timelines end when the cost model says, crossovers are exact."""
 
 import re
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -235,12 +234,3 @@ def test_a_picture_has_all_panels_with_units(tmp_path, changes, rings):
 def test_formats(tmp_path, ending, begins):
     draw(tmp_path / f"a.{ending}", {"one": a_plan(ranks=1), "two": a_plan(ranks=2)})
     assert (tmp_path / f"a.{ending}").read_bytes().startswith(begins)
-
-
-def test_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError) as caught:
-        draw(tmp_path / "a.svg", {"a call": a_plan()})
-    assert (
-        str(caught.value) == 'pictures need matplotlib: pip install "cpcompile[plot]"'
-    )

@@ -95,10 +95,6 @@ def first_columns(text: str) -> str:
     return "\n".join(line[:74].rstrip() for line in text.splitlines())
 
 
-def test_names_of_the_package():
-    assert dir(cp) == sorted(cp.__all__)
-
-
 def a_plan(**changes):
     sizes = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 64, "seq": 8192}
     return cp.plan(**(sizes | {"ranks": 4} | changes))

@@ -27,7 +27,6 @@ from tests.unit.step.step_cases import (
     step_cases,
 )
 
-CAUSAL, PARITY = Visible(upper=(1, 1)), Visible(upper=(1, 0))
 KERNELS = ["aten_flash", "aten_math"]
 RESULTS = {"dkdv": ("dk", "dv"), "dq": ("dq",), "all": ("dq", "dk", "dv")}
 

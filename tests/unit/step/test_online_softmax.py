@@ -76,27 +76,6 @@ def partial(q, k, v):
     return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], EMPTY)
 
 
-def merge(first, second):
-    (out, lse), (out_new, lse_new) = first, second
-    weight = merge_weight(lse, lse_new).unsqueeze(-1)
-    return out + (out_new - out) * weight, torch.logaddexp(lse, lse_new)
-
-
-@settings(deadline=None)
-@given(seeds, heads, key_counts, logits, st.data())
-def test_any_association_of_merges(seed, heads, counts, logit, data):
-    q, k, v = make_qkv(seed, heads, sum(counts), logit)
-    parts = [
-        partial(q, *kv)
-        for kv in zip(k.split(counts, 2), v.split(counts, 2), strict=True)
-    ]
-    while len(parts) > 1:
-        first = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
-        second = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
-        parts.append(merge(first, second))
-    assert_same(parts[0], dense(q, k, v), error_limit(logit, len(counts)))
-
-
 @settings(deadline=None)
 @given(seeds, heads, key_counts, logits, st.randoms())
 def test_running_attention_takes_chunks_in_any_order(
@@ -110,41 +89,6 @@ def test_running_attention_takes_chunks_in_any_order(
         if keys := k_part.shape[2]:
             add(running, q, k_part, v_part, Block(0, ROWS, 0, keys, False))
     assert_same(running.result(True), dense(q, k, v), error_limit(logit, len(counts)))
-
-
-@settings(deadline=None)
-@given(seeds, heads, key_counts, logits)
-def test_a_result_is_where_the_next_one_begins(seed, heads, counts, logit):
-    """As in a ring: every chunk has a RunningAttention of its own."""
-    q, k, v = make_qkv(seed, heads, sum(counts), logit)
-    state = (None, None)
-    for k_part, v_part in zip(k.split(counts, 2), v.split(counts, 2), strict=True):
-        running = RunningAttention(q, v.shape[-1], *state)
-        if keys := k_part.shape[2]:
-            add(running, q, k_part, v_part, Block(0, ROWS, 0, keys, False))
-        before = [None if x is None else x.clone() for x in state]
-        state, earlier = running.result(False), state
-        for x, copy in zip(earlier, before, strict=True):
-            assert x is None or torch.equal(x, copy)
-        pointers = {x.data_ptr() for x in earlier if x is not None}
-        assert pointers.isdisjoint(x.data_ptr() for x in state)
-    assert_same(state, dense(q, k, v), error_limit(logit, len(counts)))
-
-
-@settings(deadline=None)
-@given(seeds, heads, st.integers(1, ROWS), st.integers(1, 4), logits)
-def test_some_rows_only(seed, heads, rows, keys, logit):
-    """The first rows see more keys than the result that all rows begin with."""
-    q, k, v = make_qkv(seed, heads, 2 * keys, logit)
-    state = partial(q, k[:, :, :keys], v[:, :, :keys])
-    copies = [x.clone() for x in state]
-    running = RunningAttention(q, v.shape[-1], *state)
-    add(running, q, k, v, Block(0, rows, keys, keys, False))
-    assert all(map(torch.equal, state, copies))
-    out, lse = running.result(False)
-    for part, count in ((slice(rows), 2 * keys), (slice(rows, None), keys)):
-        expected = dense(q[:, :, part], k[:, :, :count], v[:, :, :count])
-        assert_same((out[:, :, part], lse[:, :, part]), expected, error_limit(logit, 2))
 
 
 @settings(deadline=None)
@@ -175,38 +119,6 @@ def test_rows_meet_their_keys_in_any_order(seed, heads, logit, data):
         else:
             assert not out[:, :, row].any()
             assert (lse[:, :, row] == -torch.inf).all()
-
-
-@settings(deadline=None)
-@given(seeds, heads, st.integers(0, 1), st.integers(1, 4), logits)
-def test_every_second_row_and_key(seed, heads, parity, keys, logit):
-    q, k, v = make_qkv(seed, heads, 2 * keys, logit)
-    running = RunningAttention(q, v.shape[-1])
-    rows = len(range(parity, ROWS, 2))
-    add(running, q, k, v, Block(parity, rows, 1, keys, False, 2))
-    out, lse = running.result(True)
-    expected = dense(q[:, :, parity::2], k[:, :, 1::2], v[:, :, 1::2])
-    got = out[:, :, parity::2], lse[:, :, parity::2]
-    assert_same(got, expected, error_limit(logit, 1))
-    assert not out[:, :, 1 - parity :: 2].any()
-    assert (lse[:, :, 1 - parity :: 2] == EMPTY).all()
-
-
-@settings(deadline=None)
-@given(seeds, heads, st.integers(1, ROWS), logits)
-def test_rows_that_meet_no_key_stay_empty(seed, heads, rows, logit):
-    """A causal block reaches the last rows only; the others are 0 and -inf."""
-    q, k, v = make_qkv(seed, heads, rows, logit)
-    running = RunningAttention(q, v.shape[-1])
-    add(running, q, k, v, Block(ROWS - rows, rows, 0, rows, True))
-    out, lse = running.result(True)
-    assert not out[:, :, : ROWS - rows].any()
-    assert (lse[:, :, : ROWS - rows] == EMPTY).all()
-    for row in range(rows):
-        q_row = q[:, :, ROWS - rows + row][:, :, None]
-        expected = dense(q_row, k[:, :, : row + 1], v[:, :, : row + 1])
-        got = (x[:, :, ROWS - rows + row][:, :, None] for x in (out, lse))
-        assert_same(got, expected, error_limit(logit, 1))
 
 
 @pytest.mark.parametrize("final", [True, False])
