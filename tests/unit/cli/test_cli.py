@@ -89,6 +89,8 @@ def test_help_is_no_mistake(capsys):
     assert (code, err) == (0, "")
     assert "--ranks-per-node" in out
     assert run(capsys, "--help")[0] == 0
+    code, out, _ = run(capsys, "calibrate", "--help")  # which has its own
+    assert code == 0 and out.startswith("usage: cpcompile calibrate")
 
 
 def test_plans_need_neither_torch_nor_matplotlib():
@@ -129,9 +131,3 @@ def test_a_reader_that_has_seen_enough():
     process.stdout.close()
     assert (process.wait(timeout=120), process.stderr.read()) == (0, "")
     process.stderr.close()
-
-
-def test_calibrate_parses_its_own_arguments(capsys):
-    code, out, _ = run(capsys, "calibrate", "--help")
-    assert code == 0
-    assert out.startswith("usage: cpcompile calibrate")

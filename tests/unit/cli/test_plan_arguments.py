@@ -11,34 +11,24 @@ from cpcompile.apps.cli.plan_arguments import (
     bytes_of_text,
 )
 
+WORDS = {
+    _ranks: {
+        "8": (8,), "2,4,8": (2, 4, 8), "1..8": (1, 2, 4, 8), "3..24": (3, 6, 12, 24),
+        "4..4": (4,), "2..5": (2, 4), "1..4,3, 4": (1, 2, 4, 3),
+        "1..1024": tuple(2**i for i in range(11)),
+    },
+    bytes_of_text: {
+        "1": 1, "8589934592": 2**33, "8GiB": 2**33, "8 gib": 2**33, "1.5MiB": 1572864,
+        "80GB": 80e9, "2k": 2000, "3Ki": 3072,
+    },
+    _count: {"7": 7, "128k": 131072, "1M": 2**20},
+    _override: {"overlap_fraction = 0.5": ("overlap_fraction", 0.5)},
+}  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("read", "text", "value"),
-    [
-        (_ranks, "8", (8,)),
-        (_ranks, "2,4,8", (2, 4, 8)),
-        (_ranks, "1..8", (1, 2, 4, 8)),
-        (_ranks, "1..1024", tuple(2**i for i in range(11))),
-        (_ranks, "3..24", (3, 6, 12, 24)),
-        (_ranks, "4..4", (4,)),
-        (_ranks, "2..5", (2, 4)),
-        (_ranks, "1..4,3, 4", (1, 2, 4, 3)),
-        (bytes_of_text, "1", 1),
-        (bytes_of_text, "8589934592", 2**33),
-        (bytes_of_text, "8GiB", 2**33),
-        (bytes_of_text, "8 gib", 2**33),
-        (bytes_of_text, "1.5MiB", 1572864),
-        (bytes_of_text, "80GB", 80e9),
-        (bytes_of_text, "2k", 2000),
-        (bytes_of_text, "3Ki", 3072),
-        (_count, "7", 7),
-        (_count, "128k", 131072),
-        (_count, "1M", 2**20),
-        (_override, "overlap_fraction = 0.5", ("overlap_fraction", 0.5)),
-    ],
-)
-def test_words(read, text, value):
-    assert read(text) == value
+
+@pytest.mark.parametrize("read", WORDS)
+def test_words(read):
+    assert {text: read(text) for text in WORDS[read]} == WORDS[read]
 
 
 @pytest.mark.parametrize(

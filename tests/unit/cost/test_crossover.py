@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpcompile.cost.choose import choose
 from cpcompile.cost.crossover import Interval, region, regions, with_length
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import Candidate, Plan, Strategy
@@ -18,10 +16,6 @@ from tests.unit.cost.cost_cases import LLAMA
 
 CALL = replace(LLAMA, causal=False, ranks=4)
 PROFILE = load_profile("a800_pcie")
-
-
-def decide(size: int) -> Plan:
-    return choose(with_length(CALL, size), PROFILE)
 
 
 def steps(*edges: int):
@@ -59,39 +53,6 @@ def test_regions_have_no_gaps_and_end_where_nothing_is_possible() -> None:
         Interval(100, 1000, "hybrid 3 in 2 (ring)"),
         Interval(1000, 5000, None),
     ]
-
-
-def test_a_region_agrees_with_choose_on_both_sides_of_its_edges() -> None:
-    found = region(decide, CALL.q_len, 4, 1 << 20)
-    assert found.low > 4 and found.high < 1 << 20  # or there is nothing to test
-    inside = decide(CALL.q_len).chosen.label
-    assert found.label == inside
-    for size in (found.low, found.high - 1):
-        assert decide(size).chosen.label == inside
-    for size in (found.low - 1, found.high):
-        assert decide(size).chosen.label != inside
-
-
-def test_the_crossover_is_a_zero_of_the_difference() -> None:
-    """Without ties it is where the two expressions are equal."""
-
-    def exact(size: int) -> Plan:
-        return choose(with_length(CALL, size), PROFILE, tie_fraction=0.0)
-
-    edge = region(exact, CALL.q_len, 4, 1 << 20).low
-    before, after = exact(edge - 1).chosen, exact(edge).chosen
-    forms = [(c.strategy, c.degrees) for c in (before, after)]
-    assert forms[0] != forms[1]
-
-    def seconds(size: int) -> list[float]:
-        costs = {(c.strategy, c.degrees): c.seconds for c in exact(size).candidates}
-        return [costs[form] or 0.0 for form in forms]
-
-    first, second = seconds(edge - 1)
-    assert first <= second
-    first, second = seconds(edge)
-    assert first >= second
-    assert first == pytest.approx(second, rel=1e-3)
 
 
 def test_keys_keep_their_ratio() -> None:

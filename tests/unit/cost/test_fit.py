@@ -10,7 +10,6 @@ from cpcompile.cost.max_sequence.model_memory import (
     LEAST_TOKENS,
     MOST_TILES,
     Decoder,
-    Memory,
     Training,
     memory_of,
 )
@@ -25,25 +24,24 @@ LLAMA = Decoder(32, 32, 8, 128, 4096, 14336, 128256)
 SMALL = Decoder(2, 4, 2, 16, 64, 96, 211)
 
 
-def test_parameters_are_those_of_the_model():
-    assert LLAMA.parameters == 8_030_261_248  # of Llama-3-8B
-    assert replace(LLAMA, tied=True).parameters == 8_030_261_248 - 128256 * 4096
-
-
 def test_parameters_are_those_of_transformers():
     define_schemas()  # before models of transformers are imported
     import transformers  # slow
 
-    config = transformers.LlamaConfig(
-        vocab_size=211,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    assert SMALL.parameters == sum(p.numel() for p in model.parameters())
+    for tied in (False, True):
+        config = transformers.LlamaConfig(
+            vocab_size=211,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+        )
+        model = transformers.LlamaForCausalLM(config)
+        count = sum(p.numel() for p in model.parameters())
+        assert replace(SMALL, tied=tied).parameters == count
+    assert LLAMA.parameters == 8_030_261_248  # of Llama-3-8B
 
 
 def test_it_fits_and_a_little_more_does_not():
@@ -137,19 +135,6 @@ def test_the_moment_that_needs_most():
     assert in_attention.gradients >= 4 * SMALL.parameters
 
 
-def test_what_ulysses_gets_is_what_is_saved():
-    how, q, kv, numbers = Training(4, 0), 64, 32, 4096 * 4
-    found = memory_of(SMALL, how, 4096, 2, 1e9, exchanged=True)
-    assert found.messages == 1e9 - numbers * (q + 2 * kv)
-    assert found.attention == numbers * (64 + 2 * q)
-
-
-def test_parts_add_up():
-    parts = Memory(*range(1, len(fields(Memory)) + 1))
-    assert parts.total == 28
-    assert parts.step == 28 - parts.parameters - parts.optimizer
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -208,3 +193,10 @@ def test_excluded_candidates_have_their_reason():
     assert "zigzag needs as many queries as keys" in reasons
     with pytest.raises(TypeError, match="object has no form in JSON"):
         to_dict([object()])
+
+
+def test_what_ulysses_gets_is_what_is_saved():
+    how, q, kv, numbers = Training(4, 0), 64, 32, 4096 * 4
+    found = memory_of(SMALL, how, 4096, 2, 1e9, exchanged=True)
+    assert found.messages == 1e9 - numbers * (q + 2 * kv)
+    assert found.attention == numbers * (64 + 2 * q)

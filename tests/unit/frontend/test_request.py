@@ -14,16 +14,6 @@ from cpcompile import config
 from tests.golden.capture import fake_group, fake_mesh
 
 
-@pytest.fixture
-def alone():
-    """A real group of one rank."""
-    torch._dynamo.reset()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-    torch._dynamo.reset()
-
-
 def attention(x, labels=None):
     y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
     return y if labels is None else (y, labels)
@@ -40,9 +30,9 @@ def compiled(mesh, **options):
     return torch.compile(attention, backend="cp", options=options)
 
 
-def test_a_mesh_of_gpus_without_a_gpu(alone, monkeypatch):
+def test_a_mesh_of_gpus_without_a_gpu(one_rank, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    mesh = DeviceMesh.from_group(alone, "cuda", mesh_dim_names=("cp",))
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("cp",))
     assert message(compiled(mesh), torch.ones(1, 2, 8, 4)) == (
         "backend='cp' raised:\nInputError: the mesh is of device type 'cuda', and "
         "torch sees no GPU here; needed a GPU per rank, or a mesh of device type 'cpu'"
@@ -52,8 +42,8 @@ def test_a_mesh_of_gpus_without_a_gpu(alone, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value"), [("hardware", 3), ("tie_fraction", "5 %"), ("step_kernel", "")]
 )
-def test_a_wrong_setting(alone, name, value):
-    mesh = DeviceMesh.from_group(alone, "cpu", mesh_dim_names=("cp",))
+def test_a_wrong_setting(one_rank, name, value):
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("cp",))
     with config.patch({name: value}):
         text = message(compiled(mesh), torch.ones(1, 2, 8, 4))
     assert f"OptionError: cpcompile.config.{name} is {value!r}; needed " in text
@@ -63,8 +53,8 @@ class Options(dict):
     """A dict that can be watched."""
 
 
-def test_options_are_not_kept(alone):
-    mesh = DeviceMesh.from_group(alone, "cpu", mesh_dim_names=("cp",))
+def test_options_are_not_kept(one_rank):
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("cp",))
     options = Options(mesh=mesh, inner="aot_eager", shard={"x": 2})
     step = torch.compile(attention, backend="cp", options=options)
     step(torch.ones(1, 2, 8, 4))

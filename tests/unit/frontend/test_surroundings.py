@@ -1,6 +1,7 @@
 """Whatever a program depends on besides its graph is an item that the ranks compare."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -51,55 +52,46 @@ def matmul_precision():
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "name", "values"),
-    [
-        (torch.no_grad, "grad mode", ("on", "off")),
-        (torch.inference_mode, "grad mode", ("on", "off")),
-        (
-            lambda: torch.autocast("cpu", torch.bfloat16),
-            "autocast of cpu",
-            ("off", "torch.bfloat16"),
-        ),
-        (
-            lambda: config.patch(tie_fraction=0.5),
-            "cpcompile.config.tie_fraction",
-            ("0.05", "0.5"),
-        ),
-        (
-            lambda: config.patch(step_kernel="aten_math"),
-            "cpcompile.config.step_kernel",
-            ("'auto'", "'aten_math'"),
-        ),
-        (lambda: config.patch(unroll=4), "cpcompile.config.unroll", ("'auto'", "4")),
-        (
-            lambda: config.patch(memory_budget=1 << 30),
-            "cpcompile.config.memory_budget",
-            ("'auto'", "1073741824"),
-        ),
-        (
-            lambda: config.patch(check_overlap=True),
-            "cpcompile.config.check_overlap",
-            ("False", "True"),
-        ),
-        (default_dtype, "default dtype", ("torch.float32", "torch.float64")),
-        (
+SETTINGS = {
+    "tie_fraction": ("0.05", 0.5),
+    "step_kernel": ("'auto'", "aten_math"),
+    "unroll": ("'auto'", 4),
+    "memory_budget": ("'auto'", 1 << 30),
+    "check_overlap": ("False", True),
+}
+CHANGES = [
+    (torch.no_grad, "grad mode", ("on", "off")),
+    (torch.inference_mode, "grad mode", ("on", "off")),
+    (
+        *(lambda: torch.autocast("cpu", torch.bfloat16), "autocast of cpu"),
+        ("off", "torch.bfloat16"),
+    ),
+    (default_dtype, "default dtype", ("torch.float32", "torch.float64")),
+    (
+        *(
             lambda: sdpa_kernel(SDPBackend.MATH),
             "kernels of scaled_dot_product_attention",
-            ("['flash', 'mem_efficient', 'math', 'cudnn']", "['math']"),
         ),
-        (
-            lambda: inductor_config.patch(reorder_for_peak_memory=False),
-            "inductor setting reorder_for_peak_memory",
-            ("True", "False"),
-        ),
-        (
-            lambda: functorch_config.patch(activation_memory_budget=0.5),
-            "functorch setting activation_memory_budget",
-            ("1.0", "0.5"),
-        ),
-    ],
-)
+        ("['flash', 'mem_efficient', 'math', 'cudnn']", "['math']"),
+    ),
+    (
+        lambda: inductor_config.patch(reorder_for_peak_memory=False),
+        "inductor setting reorder_for_peak_memory",
+        ("True", "False"),
+    ),
+    (
+        lambda: functorch_config.patch(activation_memory_budget=0.5),
+        "functorch setting activation_memory_budget",
+        ("1.0", "0.5"),
+    ),
+    *(
+        (partial(config.patch, **{x: y}), f"cpcompile.config.{x}", (before, repr(y)))
+        for x, (before, y) in SETTINGS.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "name", "values"), CHANGES)
 def test_a_change_is_one_item(change, name, values):
     before = items()
     with change():
@@ -120,16 +112,19 @@ def test_a_change_that_torch_has_in_several_places(change, name):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "inductor"),
     [
-        lambda: config.patch(agreement_timeout_seconds=7.0, hardware="h100"),
-        lambda: inductor_config.patch(debug=True, compile_threads=1),
+        (lambda: config.patch(agreement_timeout_seconds=7.0, hardware="h100"), True),
+        (lambda: inductor_config.patch(debug=True, compile_threads=1), True),
+        (lambda: inductor_config.patch(reorder_for_peak_memory=False), False),
     ],
 )
-def test_what_ranks_may_set_differently(change):
-    before = items()
+def test_what_ranks_may_set_differently(change, inductor):
+    """Settings of Inductor count where it compiles; texts have no addresses."""
+    before = items(inductor, self=Block())
     with change():
-        assert items() == before
+        assert items(inductor, self=Block()) == before
+    assert not [text for text in before.values() if " at 0x" in text]
 
 
 @pytest.mark.parametrize(
@@ -142,12 +137,6 @@ def test_what_watches_a_program_is_compared_and_changes_none(name, value):
         assert changed(watched, how_watched()) == {
             f"cpcompile.config.{name}": ("'auto'", repr(value))
         }
-
-
-def test_inductors_settings_count_where_it_compiles():
-    before = items(inductor=False)
-    with inductor_config.patch(reorder_for_peak_memory=False):
-        assert items(inductor=False) == before
 
 
 class Block(nn.Module):
@@ -171,7 +160,3 @@ def test_the_training_mode_of_modules():
     assert mode() == "eval"
     block.three.train()
     assert mode() == "mixed, eval of itself, one, two"
-
-
-def test_texts_have_no_addresses():
-    assert not [text for text in items(self=Block()).values() if " at 0x" in text]

@@ -66,6 +66,9 @@ def test_a_calibrated_profile_goes_first() -> None:
     assert found.memory_bytes == 1e9
     assert found.name == "cuda_4_ranks"
     assert profile_for_device("cuda", "", ranks=8) is load_profile("h100")
+    calibrated_path("cuda", 4).write_text("{}")
+    with pytest.raises(ValueError, match=r"cuda_4_ranks\.json: needs an object"):
+        profile_for_device("cuda", "", ranks=4)
 
 
 def test_where_calibrated_profiles_are(
@@ -76,14 +79,6 @@ def test_where_calibrated_profiles_are(
     monkeypatch.setenv("CPCOMPILE_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert calibrated_path("cuda", 4) == Path("/somewhere/cpcompile") / name
-
-
-def test_a_broken_calibrated_profile_is_named(tmp_path: Path) -> None:
-    path = calibrated_path("cuda", 4)
-    path.parent.mkdir(parents=True)
-    path.write_text("{}")
-    with pytest.raises(ValueError, match=r"cuda_4_ranks\.json: needs an object"):
-        profile_for_device("cuda", "", ranks=4)
 
 
 ORDERS = [

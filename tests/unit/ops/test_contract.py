@@ -5,19 +5,11 @@ import torch
 
 from cpcompile.geometry.layout import Chunks
 from cpcompile.ops.strategies.contract import check_operands
-from tests.support.attention_calls import attention
+from tests.support.attention_calls import attention, groups_of
 from tests.unit.ops.operands import make_operands
-
-STRATEGIES = ["ring", "all_gather"]
-
 
 RIGHT = (2, 4, 4, 8)
 SINGLE, HALF = torch.float32, torch.bfloat16
-
-
-def test_right_operands_pass():
-    q, k, v = torch.empty(2, 4, 4, 8), torch.empty(2, 2, 3, 8), torch.empty(2, 2, 3, 5)
-    check_operands("cp::ring_attention", q, k, v, Chunks(8, 2), Chunks(7, 2), 1)
 
 
 DIMS = "k needs the head dim of q, and v the other dims of k"
@@ -69,38 +61,42 @@ def test_operands_that_are_refused(case):
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_operators_check(one_rank, strategy):
+@pytest.mark.parametrize("lengths", [(7, 6), (6, 7)])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "hybrid"])
+def test_the_operators_check(one_rank, strategy, lengths):
     q, k, v = make_operands(torch.float32, 4)
-    text = f"cp::{strategy}_attention: .* rank 0 needs 7 queries"
-    with pytest.raises(ValueError, match=text):
-        attention(strategy)(q, k, v, 7, 6, True, 0.3, one_rank)
+    needed = "rank 0 needs 7 queries" if lengths[0] == 7 else "rank 0 needs 7 keys"
+    groups = groups_of(strategy, one_rank)
+    with pytest.raises(ValueError, match=f"cp::{strategy}_attention: .* {needed}"):
+        attention(strategy)(q, k, v, *lengths, True, 0.3, *groups)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "split_kv", "local"])
-def test_no_other_layout_is_taken_for_the_contiguous_one(one_rank, strategy):
-    q, k, v = make_operands(torch.float32, 4)
-    sizes = (0.3,) if strategy == "local" else (6, 6, False, 0.3, one_rank)
-    text = f"cp::{strategy}_attention: got layout='zigzag'; needed one of"
-    with pytest.raises(ValueError, match=text):
-        attention(strategy)(q, k, v, *sizes, layout="zigzag")
-
-
-LAYOUTS = {
-    "one that a strategy has not": (
-        ("all_gather", "striped", 6, False),
-        {},
-        "got layout='striped'; needed one of ['contiguous', 'zigzag']",
+CROSSED = (
+    "got 6 queries and 7 keys, at most 6 and 7 on a rank, in the zigzag layout; causal "
+    "attention needs as many keys as queries, or the contiguous layout"
+)
+NEEDED = "needed one of ['contiguous', 'zigzag']"
+LAYOUTS = {  # strategy, layout, keys, causal; what else is given; what is said
+    "striped": (
+        *(("all_gather", "striped", 6, False), {}),
+        f"got layout='striped'; {NEEDED}",
     ),
-    "causal cross attention": (
-        ("ring", "zigzag", 7, True),
-        {},
-        "got 6 queries and 7 keys, at most 6 and 7 on a rank, in the zigzag layout; "
-        "causal attention needs as many keys as queries, or the contiguous layout",
+    "fold": (("hybrid", "fold", 6, True), {}, f"got layout='fold'; {NEEDED}"),
+    "attention alone": (
+        *(("local", "zigzag", 6, False), {}),
+        "got layout='zigzag'; needed one of ['contiguous']",
+    ),
+    **{
+        f"causal cross attention in {x}": ((x, "zigzag", 7, True), {}, CROSSED)
+        for x in ("ring", "all_gather", "hybrid")
+    },
+    "a ring that is not outside": (
+        *(("hybrid", "zigzag", 6, True), {"inner": False}),
+        "got layout='zigzag' with rings of consecutive ranks; needed "
+        "ulysses_inner=True, or the contiguous layout",
     ),
     "several runs": (
-        ("ring", "zigzag", 6, False),
-        {"runs": (2, 3, 3)},
+        *(("ring", "zigzag", 6, False), {"runs": (2, 3, 3)}),
         "got 2 runs of tokens in the zigzag layout; needed one, or the contiguous "
         "layout",
     ),
@@ -111,16 +107,12 @@ LAYOUTS = {
 def test_layouts_that_are_refused(one_rank, case):
     (strategy, layout, keys, causal), more, needed = LAYOUTS[case]
     q, k, v = make_operands(torch.float32, 4, 6, keys)
+    groups = groups_of(strategy, one_rank, more.get("inner", True))
+    more = {name: x for name, x in more.items() if name != "inner"}
+    sizes = (0.3,) if strategy == "local" else (6, keys, causal, 0.3, *groups)
     with pytest.raises(ValueError) as caught:
-        sizes = (6, keys, causal, 0.3, one_rank)
         attention(strategy)(q, k, v, *sizes, layout=layout, **more)
     assert str(caught.value) == f"cp::{strategy}_attention: {needed}"
-
-
-def test_causal_cross_attention_in_all_gather(one_rank):
-    q, k, v = make_operands(torch.float32, 4, 6, 7)
-    with pytest.raises(ValueError, match="all_gather_attention: got 6 queries and 7"):
-        attention("all_gather")(q, k, v, 6, 7, True, 0.3, one_rank, layout="zigzag")
 
 
 Q = torch.randn(2, 4, 5, 8)

@@ -65,27 +65,19 @@ def test_the_text_of_a_call_makes_it_again(operands):
     assert torch.equal(again.run(tensors)[0], running(*operands))
 
 
-def test_the_operator_has_the_results_and_gradients_of_the_function(operands):
+@pytest.mark.parametrize("read", [slice(2), slice(1, 2)])
+def test_the_operator_has_the_results_and_gradients_of_the_function(operands, read):
+    """read: which of the results a loss reads."""
     register()
     kwargs = {"return_state": True, "power": 2}
     call, tensors = MixerCall.of(running, operands, kwargs)
     assert call.results == (True, True)
-    computed = torch.ops.cp.mixer(tensors, str(call))
-    wanted = running(*operands, **kwargs)
-    for one, other in zip(computed, wanted, strict=True):
+    results = torch.ops.cp.mixer(tensors, str(call)), running(*operands, **kwargs)
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
-    losses = [sum((i + 2) * y.square().sum() for i, y in enumerate(ys))
-              for ys in (computed, wanted)]  # fmt: skip
+    losses = [sum((i + 2) * y.square().sum() for i, y in enumerate(ys[read]))
+              for ys in results]  # fmt: skip
     grads = [torch.autograd.grad(x, operands) for x in losses]
-    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
-
-
-def test_only_one_result_has_a_gradient(operands):
-    register()
-    call, tensors = MixerCall.of(running, operands, {"return_state": True})
-    _, state = torch.ops.cp.mixer(tensors, str(call))
-    _, wanted = running(*operands, return_state=True)
-    grads = [torch.autograd.grad(x.square().sum(), operands) for x in (state, wanted)]
     torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
 
 
@@ -222,14 +214,27 @@ def test_a_summary_is_the_state_of_any_first_state(operands):
     torch.testing.assert_close(decay * first + part, last, rtol=1e-13, atol=1e-13)
 
 
-def test_a_call_with_a_state_is_not_made_in_parts(operands):
+def test_what_is_made_in_parts(operands):
+    """No call with a first state, none of documents; a last state is not passed on."""
     register()
     first = torch.zeros(2, DIM, dtype=torch.float64)
-    call, _ = MixerCall.of(running, (*operands, first), {})
-    assert not passes_states(call)
+    q, g = torch.randn(1, TOKENS, HEADS, DIM), -torch.rand(1, TOKENS, HEADS)
+    documents = {"cu_seqlens": torch.tensor([0, 3, TOKENS])}
+    with stand_ins() as kernels:
+        rule = kernels["chunk_gated_delta_rule"]
+        for function, args, kwargs, passes in (
+            (running, operands, {}, True),
+            (running, (*operands, None), {}, True),  # None is no state
+            (running, (*operands, first), {}, False),
+            (running, operands, {"return_state": True}, False),
+            (rule, (q, q, q, g, g), {}, True),
+            (rule, (q, q, q, g, g), documents, False),
+        ):
+            assert passes_states(MixerCall.of(function, args, kwargs)[0]) == passes
     register(state=None)
-    call, _ = MixerCall.of(running, operands, {})
-    assert not passes_states(call)
+    assert not passes_states(MixerCall.of(running, operands, {})[0])
+    for function in (str.upper, [].append, functools.partial(print)):
+        assert mixer_of(function) is None  # Dynamo calls methods of builtin types, too
 
 
 @pytest.mark.parametrize(
@@ -252,19 +257,6 @@ def test_known_functions_have_forms_of_which_nothing_is_known(name, shapes, more
             MixerCall.of(function, tensors, more)
         if more:  # a switch that is off
             MixerCall.of(function, tensors, dict.fromkeys(more, False))
-
-
-def test_documents_are_not_made_in_parts():
-    with stand_ins() as kernels:
-        q = torch.randn(1, TOKENS, HEADS, DIM)
-        g = -torch.rand(1, TOKENS, HEADS)
-        rule = kernels["chunk_gated_delta_rule"]
-        call, _ = MixerCall.of(rule, (q, q, q, g, g), {})
-        assert passes_states(call)
-        call, _ = MixerCall.of(
-            rule, (q, q, q, g, g), {"cu_seqlens": torch.tensor([0, 3, TOKENS])}
-        )
-        assert not passes_states(call)
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -320,15 +312,6 @@ def test_a_function_may_be_registered_anew(operands):
         assert torch.equal(computed, scaled(*operands))
 
 
-def test_a_last_state_is_not_passed_on(operands):
-    """All ranks would have its whole gradient."""
-    register()
-    call, _ = MixerCall.of(running, operands, {"return_state": True})
-    assert not passes_states(call)
-    call, _ = MixerCall.of(running, (*operands, None), {})
-    assert passes_states(call)  # None is no state, by position too
-
-
 def test_work_grows_with_the_tokens():
     def products(x):
         return torch.cumsum(x @ x.new_ones(8, 8), 1)
@@ -350,9 +333,3 @@ def test_a_causal_convolution_in_torch(activation):
         causal_convolution(x, weight, bias, activation=activation),
         causal_conv1d_fn(x, weight, bias, activation=activation),
     )
-
-
-@pytest.mark.parametrize("function", [str.upper, [].append, functools.partial(print)])
-def test_functions_of_no_module_are_no_mixers(function):
-    """Dynamo calls methods of builtin types, too."""
-    assert mixer_of(function) is None

@@ -53,12 +53,21 @@ def test_other_nests_and_dims(rank_1) -> None:
     assert cp.shard_batch(x, rank_1, dim=0).tolist() == [2, 3]
     first, second = cp.shard_batch((x[None], x[None, :, None]), rank_1)
     assert (first.tolist(), second.tolist()) == ([[2, 3]], [[[2], [3]]])
-
-
-def test_own_positions_stay(rank_1) -> None:
-    positions = torch.arange(8)[None] % 4
-    batch = {"ids": positions, "position_ids": positions}
+    batch = {"ids": x[None], "position_ids": x[None] % 4}  # own positions stay
     assert cp.shard_batch(batch, rank_1)["position_ids"].tolist() == [[2, 3]]
+    with pytest.raises(InputError, match=r"got a DTensor \(1, 8\); needed plain"):
+        cp.shard_batch(cp.shard(torch.zeros(1, 8), rank_1, 1), rank_1)
+
+
+def test_the_last_batch_of_a_group_counts() -> None:
+    for _ in range(2):
+        with fake_mesh(RANKS) as mesh:
+            group, x = mesh.get_group(), torch.zeros(2)
+            assert sequence_of(x, group) is None
+            for length in (8, 7):
+                cp.shard_batch(torch.zeros(1, length), mesh)
+                known = sequence_of(x, group)
+                assert known == SequenceLayout(length, Layout.CONTIGUOUS)
 
 
 def test_labels_are_shifted_over_the_borders_of_ranks(mesh) -> None:
@@ -69,14 +78,6 @@ def test_labels_are_shifted_over_the_borders_of_ranks(mesh) -> None:
     assert local["shift_labels"].tolist() == [following]
     assert "labels" not in local
     assert labels.tolist() == [list(range(10, 18))]
-
-
-def test_the_last_batch_counts(rank_1) -> None:
-    group = rank_1.get_group()
-    x = torch.zeros(2)
-    for length in (8, 7):
-        cp.shard_batch(torch.zeros(1, length), rank_1)
-        assert sequence_of(x, group) == SequenceLayout(length, Layout.CONTIGUOUS)
 
 
 def test_a_recomputed_forward_has_the_batch_of_its_forward(rank_1) -> None:
@@ -93,13 +94,6 @@ def test_a_recomputed_forward_has_the_batch_of_its_forward(rank_1) -> None:
     cp.shard_batch(torch.zeros(1, 7), rank_1)
     y.sum().backward()
     assert [each.length for each in seen] == [8, 8]
-
-
-def test_nothing_is_known_of_a_new_group() -> None:
-    for _ in range(2):
-        with fake_mesh(RANKS) as mesh:
-            assert sequence_of(torch.zeros(2), mesh.get_group()) is None
-            cp.shard_batch(torch.zeros(1, 8), mesh)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +127,3 @@ def test_nothing_is_known_of_a_new_group() -> None:
 def test_bad_batches(rank_1, batch, given, text) -> None:
     with pytest.raises(InputError, match=re.escape(f"cp.shard_batch: {text}")):
         cp.shard_batch(batch, rank_1, **given)
-
-
-def test_dtensors_are_refused(rank_1) -> None:
-    with pytest.raises(InputError, match=r"got a DTensor \(1, 8\); needed plain"):
-        cp.shard_batch(cp.shard(torch.zeros(1, 8), rank_1, 1), rank_1)

@@ -62,22 +62,19 @@ def test_each_epoch_has_an_order_of_its_own(make):
     assert second[0] == second[1]
 
 
-def test_another_seed_is_another_order():
-    first, second = (
-        rows_of_all_ranks(of_torch, (1, 4), ("dp", "cp"), seed=seed) for seed in (0, 1)
+def test_what_may_be_given():
+    """Another seed; rows in their order; two axes that share them; one process."""
+    first, second, ordered = (
+        rows_of_all_ranks(of_torch, (1, 4), ("dp", "cp"), **given)
+        for given in ({"seed": 0}, {"seed": 1}, {"shuffle": False})
     )
     assert first != second
-
-
-def test_rows_in_their_order():
-    found = rows_of_all_ranks(of_torch, (1, 4), ("dp", "cp"), shuffle=False)
-    assert [[x for batch in rows for x in batch] for rows in found] == [ROWS] * 4
-
-
-def test_tensor_parallel_ranks_share_them_too():
+    assert [[x for batch in rows for x in batch] for rows in ordered] == [ROWS] * 4
     found = rows_of_all_ranks(of_torch, (2, 2), ("cp", "tp"), axis=("cp", "tp"))
     assert all(rows == found[0] for rows in found)
     assert sorted(x for batch in found[0] for x in batch) == ROWS
+    sampler = cp.same_rows(ROWS, None, shuffle=False)
+    assert [int(x) for batch in of_torch(sampler) for x in batch] == ROWS
 
 
 @pytest.mark.parametrize(("drop_last", "rows"), [(True, 5), (False, 6)])
@@ -85,11 +82,6 @@ def test_rows_that_are_left_over(drop_last, rows):
     """Dropped, or read twice to be even."""
     found = rows_of_all_ranks(of_torch, (4, 1), ("dp", "cp"), drop_last=drop_last)
     assert [sum(map(len, batches)) for batches in found] == [rows] * 4
-
-
-def test_one_process_reads_all_rows():
-    sampler = cp.same_rows(ROWS, None, shuffle=False)
-    assert [int(x) for batch in of_torch(sampler) for x in batch] == ROWS
 
 
 class Stream(IterableDataset):

@@ -56,15 +56,10 @@ def test_each_rank_keeps_its_part(mesh, device, filled):
 def test_what_is_no_static_cache(mesh, cache, said):
     with pytest.raises(InputError, match=said):
         cp.shard_cache(cache, mesh)
-
-
-def test_a_cache_is_sharded_once(mesh):
-    cache = cp.shard_cache(SimpleNamespace(layers=[layer()]), mesh)
+    cache = SimpleNamespace(layers=[layer()])
+    refused = pytest.raises(InputError, match=r"the axes \('dp', 'cp'\); needed")
+    with fake_mesh(2, 2, names=("dp", "cp")) as several, refused:
+        cp.shard_cache(cache, several)
+    cp.shard_cache(cache, mesh)
     with pytest.raises(InputError, match="keys of layer 0 are a DTensor already"):
         cp.shard_cache(cache, mesh)
-
-
-def test_a_mesh_of_several_axes():
-    refused = pytest.raises(InputError, match=r"the axes \('dp', 'cp'\); needed")
-    with fake_mesh(2, 2, names=("dp", "cp")) as mesh, refused:
-        cp.shard_cache(SimpleNamespace(layers=[layer()]), mesh)

@@ -65,12 +65,6 @@ def test_sizes_of_one_kind_count_once(shape, alike):
     assert (program(torch.ones(shape), dim=1).signature() == first) is alike
 
 
-def test_a_case_reads_what_it_has_written():
-    case = CutSample("nn.functional.pad-constant", "float64", 3, (("x0", 1), ("x2", 1)))
-    assert str(case) == "nn.functional.pad-constant/float64/3/x0.1,x2.1"
-    assert CutSample.of(str(case)) == case
-
-
 def test_results_and_gradients_are_compared():
     x = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
     roots = program(x, function=torch.sqrt)

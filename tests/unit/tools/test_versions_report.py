@@ -51,10 +51,6 @@ def test_only_what_was_run_is_replaced():
     ]
 
 
-def test_nothing_recorded():
-    assert versions.section([])[-1] == "Nothing is recorded yet."
-
-
 def test_the_section():
     failed = {"skipped": 2, "failures": ["tests.unit.test_a.test_1"]}
     rows = [

@@ -94,11 +94,6 @@ def test_json_has_all_of_it_and_no_number_that_is_none():
     assert found["first"]["path"] == "head" and found["first"]["name"] == "head.bias"
 
 
-def test_nan_and_missing_are_wrong_and_come_first():
-    assert not NONE.ok and not MISSING.ok
-    assert report(WRONG, NONE).wrong() == [NONE, WRONG]
-
-
 def test_what_to_try():
     """By what differs, without what was tried."""
     assert _advice(list(RIGHT), None, {}) == ()
