@@ -54,8 +54,8 @@ def test_the_statement_around_a_line(line, lines):
     assert list(statement(SOURCE, line)) == lines
 
 
-def test_which_tests_a_mutant_meets(tree):
-    """Of a line that runs on import, those that run anything of the file."""
+def test_tests_and_lines(tree):
+    # Of a line that runs on import, those that run anything of the file.
     lines = {FILE: {4: {""}, 6: {"a", "b"}, 7: {"a"}}}
     mutants = [Mutant("", FILE, line, "", 0) for line in (4, 6, 9, 11)]
     assert [covering(x, tree, lines) for x in mutants] == [
@@ -64,10 +64,7 @@ def test_which_tests_a_mutant_meets(tree):
         {"a"},
         set(),
     ]
-
-
-def test_lines_that_functions_add():
-    """Those with most new lines per second come first."""
+    # Those with most new lines per second come first.
     lines = {"f": {1: {"t::a[1]", "t::b"}, 2: {"t::a[2]", ""}, 3: {"t::b"}, 4: {""}}}
     outcomes = {"t::a[1]": (1, True), "t::a[2]": (1, True), "t::b": (1, True)}
     assert gains(lines, outcomes) == {"t::b": 2, "t::a": 1}
