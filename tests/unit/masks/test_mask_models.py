@@ -1,7 +1,5 @@
 """Masks of models of transformers, as Dynamo sees them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
