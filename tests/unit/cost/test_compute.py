@@ -1,7 +1,5 @@
 """Time of attention kernels, against pairs that are counted one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -114,13 +112,20 @@ def test_gathered_keys_give_the_pairs_of_all_steps(
     assert at(gathered, COUNTING, **sizes) == pytest.approx(total, rel=1e-12)
 
 
-def test_flops_are_four_per_pair_and_head_dim_and_ten_in_the_backward() -> None:
+def test_flops_and_idle_cores() -> None:
     none = sympy.Integer(0)
     sizes = {"value_dim": 64, "ranks": 1}
     pairs = at(B * h * Sq * Sk * D, **sizes)
     for backward, rate, flops in ((False, F_fwd, 4), (True, F_bwd, 10)):
         seconds = compute.kernel_seconds(Sq, Sq * Sk, none, backward)
         assert at(seconds * rate, IDEAL, **sizes) == pytest.approx(flops * pairs)
+    step = compute.ring_step_seconds(False, Layout.CONTIGUOUS, backward=False)[1]
+    launch = H100.kernel_launch_seconds
+    # 8 and 16 tiles of rows for 132 cores: both fit beside each other.
+    one, two = (at(step, batch=n, heads=1, kv_heads=1) - launch for n in (1, 2))
+    assert one == pytest.approx(two)
+    full, double = (at(step, batch=n, heads=32) - launch for n in (8, 16))
+    assert double == pytest.approx(2 * full)
 
 
 @pytest.mark.parametrize(
@@ -146,16 +151,6 @@ def test_small_sizes_lose_what_flash_attention_2_loses(causal, rates, close) -> 
         found.append(at(flops / seconds, **sizes) / 1e12)
     assert found == pytest.approx([*rates.values()], rel=close)
     assert all(short < long for short, long in pairwise(found))
-
-
-def test_few_rows_leave_cores_idle() -> None:
-    step = compute.ring_step_seconds(False, Layout.CONTIGUOUS, backward=False)[1]
-    launch = H100.kernel_launch_seconds
-    # 8 and 16 tiles of rows for 132 cores: both fit beside each other.
-    one, two = (at(step, batch=n, heads=1, kv_heads=1) - launch for n in (1, 2))
-    assert one == pytest.approx(two)
-    full, double = (at(step, batch=n, heads=32) - launch for n in (8, 16))
-    assert double == pytest.approx(2 * full)
 
 
 @pytest.mark.parametrize(

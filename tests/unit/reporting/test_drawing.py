@@ -130,7 +130,16 @@ def test_contiguous_ranks_compute_the_blocks_that_they_see():
     assert seconds(rows[0], Activity.IDLE) > 0.5 * gather.seconds
 
 
-def test_a_ring_inside_of_ulysses_is_nearly_balanced():
+def test_which_ranks_and_strategies_are_drawn():
+    plan = a_plan(ranks=256, layout="contiguous", direction="forward")
+    form = Candidate(Strategy.RING, CPDegrees(1, 256))
+    ring = predict(form, plan.workload, FAST, float("inf"))
+    shown = timeline(ring, plan.workload, FAST, rows=5)
+    assert [*shown.rows] == [0, 64, 128, 191, 255]
+    assert shown.seconds == pytest.approx(ring.seconds, rel=1e-9)
+    plans = a_plan(latent_dim=96), a_plan(**ONE_TOKEN)
+    drawn = {c.strategy for plan in plans for c in plan.candidates if c.seconds}
+    assert drawn == set(Strategy)
     plan = a_plan(layout="contiguous", direction="forward")
     degrees = CPDegrees(4, 2, "ring")
     hybrid = next(c for c in plan.candidates if c.degrees == degrees)
@@ -138,21 +147,6 @@ def test_a_ring_inside_of_ulysses_is_nearly_balanced():
     first, last = (seconds(rows[i], Activity.COMPUTE) for i in (0, 1))
     # Of 16 pairs of runs in the second step rank 0 sees 6 where rank 1 sees 10.
     assert 0.7 < first / last < 0.85
-
-
-def test_many_ranks_are_shown_from_the_first_to_the_last():
-    plan = a_plan(ranks=256, layout="contiguous", direction="forward")
-    form = Candidate(Strategy.RING, CPDegrees(1, 256))
-    ring = predict(form, plan.workload, FAST, float("inf"))
-    shown = timeline(ring, plan.workload, FAST, rows=5)
-    assert [*shown.rows] == [0, 64, 128, 191, 255]
-    assert shown.seconds == pytest.approx(ring.seconds, rel=1e-9)
-
-
-def test_every_strategy_is_drawn():
-    plans = a_plan(latent_dim=96), a_plan(**ONE_TOKEN)
-    drawn = {c.strategy for plan in plans for c in plan.candidates if c.seconds}
-    assert drawn == set(Strategy)
 
 
 LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG, Layout.STRIPED)
@@ -164,7 +158,7 @@ def call():
     return a_plan(heads=32, kv_heads=8).workload
 
 
-def test_time_and_crossovers_over_the_length(call):
+def test_time_and_crossovers(call):
     curves = over_length(call, DECIDE)
     assert call.q_len in curves.sizes and curves.crossings
     for i, size in enumerate(curves.sizes):
@@ -174,9 +168,6 @@ def test_time_and_crossovers_over_the_length(call):
     for size, label in curves.crossings.items():
         assert DECIDE(with_length(call, size)).chosen.label == label
         assert DECIDE(with_length(call, size - 1)).chosen.label != label
-
-
-def test_time_and_crossovers_over_ranks(call):
     curves = over_ranks(call, DECIDE)
     assert curves.sizes == tuple(2**i for i in range(7))
     labels = [DECIDE(replace(call, ranks=n)).chosen.label for n in curves.sizes]
@@ -187,9 +178,6 @@ def test_time_and_crossovers_over_ranks(call):
     }
     odd = over_ranks(replace(call, ranks=24), DECIDE)
     assert odd.sizes == (1, 2, 4, 8, 16, 24, 32, 64)
-
-
-def test_what_is_excluded_leaves_a_gap(call):
     curves = over_length(call, partial(DECIDE, memory_budget=2**20))
     assert all(np.isnan(times[-1]) for times in curves.milliseconds.values())
 
