@@ -155,13 +155,21 @@ def test_an_attempt_that_ranks_cannot_make(talk):
     )
 
 
-def test_a_final_error_ends_all_ranks_also_those_with_another_one(talk):
+def test_errors_that_end_all_ranks(talk):
     final = Final("no dropout")
     outcomes = talk(attempts(TypeError("other"), "a", final), range(3))
     assert outcomes[2] is final
     for outcome in outcomes[:2]:
         assert type(outcome) is RankFailedError and outcome.final
         assert "rank 2 cannot" in str(outcome) and "Final: no dropout" in str(outcome)
+
+    def each(group):
+        items = {"plan of call 0 at layers.0": ("ring", "ulysses")[group.rank()]}
+        return attempt(group, lambda: ("a", items), (), "compiles forward")
+
+    for outcome in talk(each, range(2)):
+        assert type(outcome) is RankMismatchError
+        assert "layers.0: rank 0 has ring, rank 1 has ulysses" in str(outcome)
 
 
 def test_dynamo_traces_again_on_all_ranks_or_on_none(talk):
@@ -184,16 +192,6 @@ def test_an_interrupted_rank_does_not_wait(talk):
     (outcome,) = talk(attempts("", "a"), [1], size=2, name="interrupted")
     assert type(outcome) is RankFailedError
     assert "rank 0 cannot: KeyboardInterrupt" in str(outcome)
-
-
-def test_plans_that_differ_are_no_attempt(talk):
-    def each(group):
-        items = {"plan of call 0 at layers.0": ("ring", "ulysses")[group.rank()]}
-        return attempt(group, lambda: ("a", items), (), "compiles forward")
-
-    for outcome in talk(each, range(2)):
-        assert type(outcome) is RankMismatchError
-        assert "layers.0: rank 0 has ring, rank 1 has ulysses" in str(outcome)
 
 
 def test_a_failure_is_heard_in_the_middle_of_an_attempt(talk):

@@ -63,13 +63,19 @@ def test_every_rank_has_its_tokens(mesh, layout, length, dim):
     assert layout_of(y) is layout
 
 
-def test_on_one_of_two_axes():
+def test_one_of_two_axes(mesh_2d):
     with fake_mesh(2, 2, names=("dp", "cp")) as mesh:
         y = cp.shard(torch.arange(8), mesh, 0, layout="zigzag")
         assert y.placements == (Replicate(), Shard(0))
         assert y.to_local().tolist() == [2, 3, 4, 5]
         y = cp.shard(torch.arange(8), mesh, 0, ("dp", "cp"), "fold")
         assert y.placements == (Shard(0),) and y.to_local().tolist() == [1, 6]
+    y = cp.shard(torch.arange(6), mesh_2d, 0)
+    assert y.placements == (Replicate(), Shard(0))
+    assert y.to_local().tolist() == [3, 4, 5]
+    y = cp.shard(torch.arange(6), mesh_2d, 0, axis="dp")
+    assert y.placements == (Shard(0), Replicate())
+    assert y.to_local().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -172,15 +178,6 @@ def rejected(call, *args, **kwargs):
     with pytest.raises(InputError) as caught:
         call(*args, **kwargs)
     return str(caught.value)
-
-
-def test_other_axes_are_replicated(mesh_2d):
-    y = cp.shard(torch.arange(6), mesh_2d, 0)
-    assert y.placements == (Replicate(), Shard(0))
-    assert y.to_local().tolist() == [3, 4, 5]
-    y = cp.shard(torch.arange(6), mesh_2d, 0, axis="dp")
-    assert y.placements == (Shard(0), Replicate())
-    assert y.to_local().tolist() == [0, 1, 2]
 
 
 def test_shard_and_unshard_of_other_values(mesh):
