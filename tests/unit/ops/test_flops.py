@@ -52,15 +52,12 @@ def test_steps(mask, kernel, R, K):
         assert counted(operator, *saved, parts, *rest) == pairs * per_pair(*dims)
 
 
-def test_vectors_count_as_no_limit():
+def test_vectors_and_masks_count_as_none():
     q, k, v = (x.to("meta") for x in operands(R, K)[1:])
     upper = torch.ones(R, dtype=torch.int32, device="meta")
     told = StepChunk.plain(SCALE, Visible(keys=(0, 4)), upper).arguments()
     rest = (None, None, *told, True, "triton")
     assert counted(ops.attention_step, q, k, v, *rest) == R * 4 * per_pair(1, 1)
-
-
-def test_a_mask_counts_as_none():
     grad, q, k, v = operands(R, K)
     key_ranges = torch.zeros(1, R, 2, dtype=torch.int32)
     masks = rest_of_local(SCALE, key_ranges=key_ranges)

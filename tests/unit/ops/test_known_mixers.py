@@ -63,6 +63,13 @@ def test_the_text_of_a_call_makes_it_again(operands):
     assert call.names == ("x", "gate")
     assert call.result_names == ["return"]
     assert torch.equal(again.run(tensors)[0], running(*operands))
+    register()
+    call, tensors = MixerCall.of(running, operands, {})
+    torch.library.opcheck(torch.ops.cp.mixer.default, (tensors, str(call)))
+    with torch.autocast("cpu", torch.bfloat16), stand_ins() as kernels:
+        x = torch.randn(1, 4, 4)
+        call, _ = MixerCall.of(kernels["causal_conv1d_fn"], (x, x[0]), {})
+    assert call.autocast == (("cpu", "bfloat16"),)
 
 
 @pytest.mark.parametrize("read", [slice(2), slice(1, 2)])
@@ -81,19 +88,6 @@ def test_the_operator_has_the_results_and_gradients_of_the_function(operands, re
     torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
 
 
-def test_the_operator_is_right_in_the_eyes_of_torch(operands):
-    register()
-    call, tensors = MixerCall.of(running, operands, {})
-    torch.library.opcheck(torch.ops.cp.mixer.default, (tensors, str(call)))
-
-
-def test_autocast_is_that_of_the_call():
-    with torch.autocast("cpu", torch.bfloat16), stand_ins() as kernels:
-        x = torch.randn(1, 4, 4)
-        call, _ = MixerCall.of(kernels["causal_conv1d_fn"], (x, x[0]), {})
-    assert call.autocast == (("cpu", "bfloat16"),)
-
-
 @pytest.mark.parametrize(
     ("args", "why"),
     [
@@ -108,8 +102,8 @@ def test_other_forms_are_not_known(args, why):
         MixerCall.of(running, (torch.ones(1, 2, 3), *args), {})
 
 
-def test_another_shape_than_that_of_few_tokens_is_an_error(operands):
-    """The total has no tokens, whatever is said."""
+def test_results_for_few_tokens_have_other_shapes_and_dtypes(operands):
+    # The total has no tokens, whatever is said.
 
     def total(x, gate):
         return (x * gate).sum(1, keepdim=True)
@@ -118,10 +112,7 @@ def test_another_shape_than_that_of_few_tokens_is_an_error(operands):
     call, tensors = MixerCall.of(total, operands, {})
     with pytest.raises(RuntimeError, match=r"returned \[2, 1, 4\].*needed \[2, 7, 4\]"):
         torch.ops.cp.mixer(tensors, str(call))
-
-
-def test_autocast_may_change_dtypes_with_the_number_of_tokens():
-    """A few tokens are one chunk, and meet no product."""
+    # A few tokens are one chunk, and meet no product.
 
     def mixed(x):
         return x if x.shape[1] < 4 else x @ torch.eye(x.shape[-1])
@@ -165,15 +156,12 @@ def test_states_that_have_no_summary_are_refused(values, rows, columns, problem)
         )
 
 
-def test_true_claims_hold(operands):
+def test_claims_are_checked(operands):
     register()
     report = cp.verify(running, *operands)
     assert report.ok, report
     assert len(report.tried) == 8
-
-
-def test_a_false_claim_names_the_argument_and_the_dimension(operands):
-    """Channels are said to be independent where each reads those before it."""
+    # Channels are said to be independent where each reads those before it.
 
     def along_channels(x, gate):
         return torch.cumsum(x, 2) * gate
@@ -189,8 +177,6 @@ def test_a_false_claim_names_the_argument_and_the_dimension(operands):
     assert false.startswith('argument "x", dimension 2 ("channels")')
     assert f"FALSE: {false}" in str(report)
 
-
-def test_a_state_that_is_not_affine_is_a_false_claim(operands):
     def squared(x, gate, s=None, return_state=False):
         y, state = running(x, gate, s, True)
         return (y, state.square()) if return_state else y
@@ -273,8 +259,8 @@ def test_a_convolution_of_documents_stays_a_kernel(by_name):
         assert MixerCall.of_text(kept[1]).names[-1] == "seq_idx"
 
 
-def test_a_fused_call_of_documents_takes_the_kernels_of_both_packages(monkeypatch):
-    """One of torch would not keep documents apart."""
+def test_which_calls_become_others(monkeypatch):
+    # One of torch would not keep documents apart.
     with stand_ins() as kernels:
         function = kernels["mamba_split_conv1d_scan_combined"]
         args = [torch.ones(1, 5, 2)] + [torch.ones(2, 3)] * 5 + [8]
@@ -285,9 +271,6 @@ def test_a_fused_call_of_documents_takes_the_kernels_of_both_packages(monkeypatc
         assert keep(function, args, documents) is ours
         monkeypatch.delitem(sys.modules, "causal_conv1d")
         assert keep(function, args, documents) is None
-
-
-def test_a_wrapper_of_a_known_function_is_not_that_function():
     with stand_ins() as kernels:
 
         @functools.wraps(kernels["causal_conv1d_fn"])

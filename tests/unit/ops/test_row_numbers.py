@@ -22,9 +22,6 @@ def test_true_entries_get_rows_in_order():
         none = torch.zeros(shape, dtype=torch.bool)
         numbers = row_numbers(none, 0, True, False, "line 1")
         assert numbers.shape == shape and not numbers.any()
-
-
-def test_entries_of_tokens_begin_after_those_of_the_tokens_before():
     marks = mask([[1, 0], [0, 0], [1, 1]], [[0, 1], [1, 0], [0, 0]])
     numbers = row_numbers(marks, 5, True, True, "line 1")
     assert numbers.tolist() == [[0, 1, 1], [3, 4, 5]]
