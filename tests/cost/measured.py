@@ -5,8 +5,6 @@ the first token and pass-Q, NeMo, Llama 3, the largest contexts of the Ring Atte
 paper, DoubleRing, and BurstAttention, whose backward rotates queries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any

@@ -1,7 +1,5 @@
 """What published formulas and microbenchmarks say, beside what the model says."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import sympy

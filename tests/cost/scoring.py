@@ -50,12 +50,10 @@ class Shape:
 
     @property
     def best(self) -> str:
-        """The fastest form that was measured."""
         return min(self.measured, key=lambda form: self.measured[form])
 
     @property
     def regret(self) -> float:
-        """What the choice costs."""
         return self.measured[self.chosen] / self.measured[self.best] - 1
 
     @property
@@ -71,7 +69,6 @@ class Shape:
         return found
 
     def seconds(self, form: str) -> float:
-        """The prediction."""
         seconds = self.predicted[form].seconds
         assert seconds is not None, f"{form} of {self.name} is out"
         return seconds
@@ -89,12 +86,10 @@ class Score:
 
     @property
     def rows(self) -> int:
-        """Times that were compared."""
         return sum(len(shape.measured) for shape in self.shapes)
 
     @property
     def hits(self) -> int:
-        """Shapes whose fastest form is chosen."""
         return sum(shape.chosen == shape.best for shape in self.shapes)
 
     @property
@@ -105,12 +100,10 @@ class Score:
 
     @property
     def mean_regret(self) -> float:
-        """Over the shapes."""
         return statistics.mean(shape.regret for shape in self.shapes)
 
     @property
     def worst(self) -> Shape:
-        """The shape with the largest regret."""
         return max(self.shapes, key=lambda shape: shape.regret)
 
     @property
@@ -125,7 +118,6 @@ class Score:
         ]
 
     def without(self, *names: str) -> Score:
-        """The score of the other shapes."""
         kept = tuple(s for s in self.shapes if s.name not in names)
         return Score(kept, self.relative)
 
@@ -164,7 +156,6 @@ def workload(
 
 
 def form(ulysses: int, ring: int, layout: Layout = Layout.CONTIGUOUS) -> Candidate:
-    """The strategy that these degrees are."""
     degrees = CPDegrees(ulysses, ring)
     if ring == 1 and ulysses > 1:
         return Candidate(Strategy.ULYSSES, degrees)
@@ -173,7 +164,6 @@ def form(ulysses: int, ring: int, layout: Layout = Layout.CONTIGUOUS) -> Candida
 
 
 def all_gather(ranks: int) -> Candidate:
-    """The all-gather of the contiguous layout."""
     return Candidate(Strategy.ALL_GATHER, CPDegrees(1, ranks))
 
 

@@ -3,8 +3,6 @@
 See tools/bench/cost_model.py.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from cpcompile.cost.plans import Candidate, Strategy
@@ -64,19 +62,13 @@ def test_ulysses_on_l20_shares_host_bridges() -> None:
         assert slower > 1.6, each.name
 
 
-def test_rings_and_ulysses_on_4090() -> None:
+def test_rings_ulysses_and_nodes() -> None:
     score = measured.rings_on_4090()
     assert (score.rows, score.hits, len(score.shapes)) == (36, 12, 12)
     assert score.worst.regret == 0
-
-
-def test_four_nodes_prefer_the_hybrid_to_the_ring() -> None:
     score = measured.nodes_of_a800()
     assert score.hits == len(score.shapes) == 3
     assert {each.chosen for each in score.shapes} == {"hybrid 8 in 4 (ring) zigzag"}
-
-
-def test_one_node_at_lengths_that_hide_launches() -> None:
     # At 32k tokens the measured ring reaches a third of its rate at 64k tokens.
     short, *long = measured.node_of_a800().ratios
     assert short < 0.5
@@ -103,13 +95,10 @@ def test_unknown_sizes_of_the_rfc_do_not_matter(
     assert score.mean_regret < MEAN_REGRET
 
 
-def test_speedups_of_the_striped_attention_paper_to_the_printed_digit() -> None:
+def test_published_figures() -> None:
     found = balanced_speedups()
     assert len(found) == 137
     assert [each for each in found if each.ours != each.published] == []
-
-
-def test_chunks_that_hide_a_hop_in_the_ring_attention_paper() -> None:
     found = {each.name: each for each in hiding_chunks()}
     # 312 / 12.5 is 25.0; the paper prints 24.5 and, for six chunks, 149.5.
     slip = found.pop("A100 IB")
@@ -117,9 +106,6 @@ def test_chunks_that_hide_a_hop_in_the_ring_attention_paper() -> None:
     assert slip.ours == pytest.approx(149.5 / 6, abs=0.1)
     assert [each for each in found.values() if each.ours != each.published] == []
     assert len(found) == 4
-
-
-def test_copies_are_a_large_part_of_an_all_to_all() -> None:
     # The published share is that of permuting; ours that of reading and writing at the
     # speed of STREAM, and of an all-to-all of 8 ranks.
     for each in copy_shares():
@@ -141,7 +127,7 @@ def made(predicted: dict[str, float], measured: dict[str, float]) -> Shape:
     return Shape("made", forms, measured)
 
 
-def test_regret_is_what_the_choice_costs() -> None:
+def test_regret_and_pairs() -> None:
     right = made({"a": 1.0, "b": 2.0}, {"a": 10.0, "b": 11.0})
     wrong = made({"a": 1.0, "b": 2.0}, {"a": 15.0, "b": 10.0})
     assert (right.chosen, right.best, right.regret) == ("a", "a", 0)
@@ -150,9 +136,6 @@ def test_regret_is_what_the_choice_costs() -> None:
     assert score.mean_regret == 0.25
     assert (score.worst, score.hits, score.rows) == (wrong, 1, 4)
     assert score.ratios == pytest.approx([0.1, 2 / 11, 1 / 15, 0.2])
-
-
-def test_pairs_that_measure_alike_are_not_ordered() -> None:
     shape = made({"a": 1.0, "b": 2.0, "c": 3.0}, {"a": 1.0, "b": 1.04, "c": 0.5})
     assert shape.ordered_pairs == [False, False]
     assert Score((shape,)).pairs == (0, 2)

@@ -1,13 +1,11 @@
 """Work of one device is what torch counts, and repeated work is found by its line."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,7 +21,7 @@ from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import fake_mesh
 from tests.support import one_attention
-from tests.support.one_attention import HEADS, WIDTH, Model, mean_loss, sliced
+from tests.support.one_attention import WIDTH, Model, mean_loss, sliced
 
 RANKS, BATCH = 4, 2
 
@@ -74,18 +72,15 @@ def test_work_counts_as_tokens_lie(name: str) -> None:
         assert account.work.repeated == () or ratio > 1
 
 
-def test_all_work_of_a_forward_is_shared_out() -> None:
-    """Without gradients autograd numbers no calls, and all have the same number."""
+def test_a_forward_is_shared_out_and_what_it_saves_is_counted() -> None:
+    # Without gradients autograd numbers no calls, and all have the same number.
     model, tokens = Model(mean_loss), torch.randint(64, (BATCH, 32))
     wanted = of_one_device(model, tokens)[GraphDirection.FORWARD]
     with torch.no_grad():
         (account,) = accounts(model, tokens, strategy="ring", layout="contiguous")
     assert account.work.whole_flops == pytest.approx(wanted)
     assert account.work.ratio == pytest.approx(1.0)
-
-
-def test_what_the_forward_saves_is_counted() -> None:
-    """Bytes of a rank that grow with its tokens; inputs of the graph do not count."""
+    # Bytes of a rank that grow with its tokens; inputs of the graph do not count.
     model = Model(mean_loss)
     saved = [
         sum(x.saved_bytes for x in accounts(model, tokens, strategy="ring"))
@@ -119,30 +114,6 @@ def test_work_in_tiles_is_shared_out() -> None:
     assert forward.whole_flops > 1.2 * wanted[GraphDirection.FORWARD], "no tiles"
 
 
-class CrossAttention(nn.Module):
-    """Queries and keys of two lengths, as of an image and a text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text = nn.Embedding(64, WIDTH), nn.Embedding(64, WIDTH)
-        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        q, k = self.q(self.image(tokens)), self.k(self.text(tokens[:, :18]))
-        q, k = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in (q, k))
-        return F.scaled_dot_product_attention(q, k, k).square().mean()
-
-
-def test_calls_without_gradients_count_once() -> None:
-    """Autograd gives all of them one number; rank 1 has 8 of 29 and 5 of 18 tokens."""
-    model, tokens = CrossAttention(), torch.randint(64, (BATCH, 29))
-    products = 2 * BATCH * WIDTH * WIDTH * (29 + 18)
-    with torch.no_grad():
-        (account,) = accounts(model, tokens, strategy="ring", layout="contiguous")
-    wanted = products + 4 * BATCH * WIDTH * 29 * 18
-    assert account.work.whole_flops == pytest.approx(wanted)
-
-
 def test_repeated_work_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Gathered logits have every rank run the backward of the head on all tokens."""
     model, tokens = Model(sliced), torch.randint(64, (BATCH, 32))
@@ -162,20 +133,20 @@ def test_repeated_work_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert not warnings(caplog)  # it is less than 1 MiB
 
 
-def test_one_warning_names_each_line(caplog: pytest.LogCaptureFixture) -> None:
-    model, tokens = Model(sliced, 2048), torch.randint(64, (BATCH, 256))
+@pytest.mark.parametrize("loss", [mean_loss, sliced])
+def test_one_warning_names_each_line_that_repeats_work(
+    caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    model, tokens = Model(loss, 2048), torch.randint(64, (BATCH, 256))
     accounts(model, tokens, strategy="ring", layout="contiguous")
+    if loss is mean_loss:
+        assert not warnings(caplog)
+        return
     (text,) = warnings(caplog)
     assert text.startswith("forward: the 4 ranks together do ")
     assert text.count(f"{one_attention.__file__}:") == 2, text
     assert text.count("work is done again") == 1 and text.count("gathers ") == 2
     assert "labels of -100" in text
-
-
-def test_no_warning_where_work_is_shared_out(caplog: pytest.LogCaptureFixture) -> None:
-    model, tokens = Model(mean_loss, 2048), torch.randint(64, (BATCH, 256))
-    accounts(model, tokens, strategy="ring", layout="contiguous")
-    assert not warnings(caplog)
 
 
 def test_explanation_has_the_ratio() -> None:

@@ -1,7 +1,5 @@
 """The report of cp.check, and what it leaves as it was."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -131,7 +129,7 @@ NEXT: 0.293 MiB gathered at here: 0.384 ms, 23% of the step;
     )
 
 
-def test_nothing_to_do():
+def test_a_report_of_what_is_shared_out():
     report = shared_report()
     assert report.findings == () and report.exit_code == 0
     assert report.work_ratio == pytest.approx(1.0)
@@ -139,17 +137,45 @@ def test_nothing_to_do():
     text = report.next
     assert "`cpcompile verify train:make --world 4` proves" in text
     assert "torchrun --standalone --nproc-per-node 4 train.py" in text
+    text = shared_report().to_json()
+    assert '"strategy": ' in text and '"saved_bytes"' in text
+    assert json.loads(text)["ranks"] == 4
+    # It follows from what is saved, which grows with the tokens.
+    report = shared_report()
+    assert report.longest is not None and report.saved_per_token is not None
+    memory = report.longest.tokens / 4 * report.saved_per_token
+    assert memory == pytest.approx(1e9, rel=0.01)
+    assert "KiB that the forward saves at this length" in report.longest.basis
+    assert str(LongestSequence(0, 1e9, "...")) == "no sequence in 1 GB per rank: ..."
+    report = dataclasses.replace(shared_report(), warnings=("/" + "a" * 90, "b"))
+    rows = str(report).splitlines()
+    place = next(n for n, row in enumerate(rows) if "  warnings  " in row)
+    assert rows[place].endswith("  /" + "a" * 90)
+    assert rows[place + 1] == " " * len("  warnings     ") + "b"
 
 
-def test_results_that_leave_the_model_whole():
+def test_what_else_a_report_says():
     report = cp.check(Decoder(), tokens(), hardware="cpu")
     (finding,) = report.findings
     assert finding.what.startswith("results leave the model whole, 0.094 MiB")
     assert "(head)" in finding.what and "config.outputs" in finding.fix
     assert report.next == str(finding)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    report = cp.check(model, torch.ones(2, 16, 8), hardware="cpu")
+    assert report.attention == () and "attention    none" in str(report)
+    assert "inputs       none carries the sequence" in str(report)
+    assert "nothing is shared out" in report.next
+    report = check(options={"strategy": "latents"})
+    assert report.refused is not None and report.exit_code == 1
+    assert "RewriteError: attention at layers.0: strategy latents" in report.refused
+    assert "set options={'strict': False}" in report.next
+    report = check(train=False)
+    assert report.work_ratio == pytest.approx(1.0)
+    assert "forward and backward" not in str(report)
+    assert "fits" not in str(report)
 
 
-def test_a_graph_break_comes_first():
+def test_breaks_and_attention_by_hand():
     report = check("breaks")
     (place,) = report.breaks
     assert "test_check.py" in place.place and "graph_break" in place.reason
@@ -158,9 +184,6 @@ def test_a_graph_break_comes_first():
     assert any("graph break" in text for text in report.warnings)
     assert "it got zeros where it read values" in report.unknown[-1]
     assert "2 graphs, 1 break" in str(report)
-
-
-def test_attention_that_is_shared_out_by_rows():
     report = check("by hand", memory=1e9)
     assert {x.form for x in report.attention} == {"rows"}
     assert "by rows: layers.0: it is of no form" in " ".join(str(report).split())
@@ -168,29 +191,6 @@ def test_attention_that_is_shared_out_by_rows():
     assert "; call F.scaled_dot_product_attention" in report.next
     assert report.longest is None
     assert "cannot be said: attention by hand may save weights" in str(report)
-
-
-def test_a_word_that_is_too_long_stays_in_its_row():
-    report = dataclasses.replace(shared_report(), warnings=("/" + "a" * 90, "b"))
-    rows = str(report).splitlines()
-    place = next(n for n, row in enumerate(rows) if "  warnings  " in row)
-    assert rows[place].endswith("  /" + "a" * 90)
-    assert rows[place + 1] == " " * len("  warnings     ") + "b"
-
-
-def test_a_model_of_which_nothing_can_be_shared_out():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    report = cp.check(model, torch.ones(2, 16, 8), hardware="cpu")
-    assert report.attention == () and "attention    none" in str(report)
-    assert "inputs       none carries the sequence" in str(report)
-    assert "nothing is shared out" in report.next
-
-
-def test_what_strict_refuses():
-    report = check(options={"strategy": "latents"})
-    assert report.refused is not None and report.exit_code == 1
-    assert "RewriteError: attention at layers.0: strategy latents" in report.refused
-    assert "set options={'strict': False}" in report.next
 
 
 def test_a_mistake_of_cpcompile(monkeypatch):
@@ -244,23 +244,6 @@ def test_a_custom_operator_that_stops_the_sequence():
     assert call().warnings == ()
 
 
-def test_the_forward_alone():
-    report = check(train=False)
-    assert report.work_ratio == pytest.approx(1.0)
-    assert "forward and backward" not in str(report)
-    assert "fits" not in str(report)
-
-
-def test_the_longest_sequence():
-    """It follows from what is saved, which grows with the tokens."""
-    report = shared_report()
-    assert report.longest is not None and report.saved_per_token is not None
-    memory = report.longest.tokens / 4 * report.saved_per_token
-    assert memory == pytest.approx(1e9, rel=0.01)
-    assert "KiB that the forward saves at this length" in report.longest.basis
-    assert str(LongestSequence(0, 1e9, "...")) == "no sequence in 1 GB per rank: ..."
-
-
 def test_a_model_without_memory_and_a_long_sequence():
     """Nothing is computed: 12 GiB of logits are none."""
     with torch.device("meta"):
@@ -294,12 +277,6 @@ def test_what_was_there_stays(caplog):
     compiled = torch.compile(Decoder(), backend="eager")
     compiled(tokens(16), tokens(16))
     assert counters["stats"]["unique_graphs"] == 1
-
-
-def test_json():
-    text = shared_report().to_json()
-    assert '"strategy": ' in text and '"saved_bytes"' in text
-    assert json.loads(text)["ranks"] == 4
 
 
 def refused(*args, error=InputError, model=None, **settings) -> str:
@@ -371,9 +348,6 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["checked"], "needed module:function"),
-        (["nowhere:made"], "there is no module 'nowhere'"),
-        (["checked:other"], "has no function 'other'; it has"),
         (["checked:wrong"], "checked:wrong returned Decoder; needed (model, inputs)"),
         (["checked:made", "--ranks", "1"], "got ranks=1; needed at least 2 ranks"),
         (["checked:made", "--memory", "much"], "no positive number of bytes"),

@@ -1,7 +1,5 @@
 """Workloads, an ideal machine and evaluation, for the tests of the cost model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -1,6 +1,4 @@
-"""Which candidate is chosen, in which order they are listed, and why some are out."""
-
-from __future__ import annotations
+"""Which candidate is chosen, where that changes, and why some are out."""
 
 import time
 from dataclasses import replace
@@ -12,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpcompile.cost.choose import PLENTY, choose, predict, rank
+from cpcompile.cost.crossover import Interval, region, regions, with_length
 from cpcompile.cost.hardware.profile import NUMBERS, HardwareProfile, load_profile
 from cpcompile.cost.plans import (
     SEQUENCE_STRATEGIES,
@@ -20,7 +19,7 @@ from cpcompile.cost.plans import (
     Plan,
     Strategy,
 )
-from cpcompile.cost.strategies import STRATEGIES, factorisations
+from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
@@ -31,24 +30,6 @@ TRAINING = replace(LLAMA, direction=Direction.BOTH)
 ALL_LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG, Layout.STRIPED)
 
 
-def lines(plan: Plan, most: int = 99) -> str:
-    """The plan as text: the decision, then a line per candidate."""
-    how = "forced" if plan.forced else "chosen"
-    rows = [f"{plan.chosen.label} {how}, {plan.hardware}"]
-    for c in plan.candidates[:most]:
-        if c.excluded is not None:
-            rows.append(f"{c.label}: {c.excluded}")
-            continue
-        assert c.seconds is not None and c.peak_extra_bytes is not None
-        assert c.exposed_seconds is not None and c.hidden_seconds is not None
-        rows.append(
-            f"{c.label}: {c.seconds * 1e3:.2f} ms, {c.exposed_seconds * 1e3:.2f} "
-            f"exposed, {c.hidden_seconds * 1e3:.2f} hidden, "
-            f"{c.peak_extra_bytes / 2**20:.0f} MiB, {c.kernels} kernels"
-        )
-    return "\n".join(rows)
-
-
 def candidate(strategy: Strategy, seconds: float, **changes: Any) -> Candidate:
     costs: dict[str, Any] = {"peak_extra_bytes": 0, "kernels": 1}
     return Candidate(strategy, CPDegrees(1, 8), seconds=seconds, **{**costs, **changes})
@@ -56,43 +37,6 @@ def candidate(strategy: Strategy, seconds: float, **changes: Any) -> Candidate:
 
 def out(strategy: Strategy) -> Candidate:
     return Candidate(strategy, CPDegrees(1, 8), excluded="for a reason")
-
-
-def test_every_candidate_is_listed_with_its_cost() -> None:
-    assert_expected_inline(
-        lines(choose(LLAMA, H100)),
-        """\
-ulysses chosen, h100_sxm
-ulysses: 0.39 ms, 0.12 exposed, 0.00 hidden, 36 MiB, 1 kernels
-hybrid 2 (ring) in 4: 0.44 ms, 0.10 exposed, 0.02 hidden, 60 MiB, 8 kernels
-hybrid 4 in 2 (ring): 0.49 ms, 0.10 exposed, 0.02 hidden, 60 MiB, 2 kernels
-all_gather: 0.52 ms, 0.12 exposed, 0.00 hidden, 64 MiB, 1 kernels
-hybrid 4 (ring) in 2: 0.56 ms, 0.09 exposed, 0.06 hidden, 60 MiB, 8 kernels
-hybrid 2 in 4 (ring): 0.59 ms, 0.09 exposed, 0.06 hidden, 60 MiB, 4 kernels
-ring: 0.85 ms, 0.04 exposed, 0.14 hidden, 40 MiB, 8 kernels""",
-    )
-
-
-def test_balanced_layouts_are_compared_if_they_can_be_made() -> None:
-    assert_expected_inline(
-        lines(choose(TRAINING, H100, layouts=ALL_LAYOUTS), 5),
-        """\
-ulysses chosen, h100_sxm
-ulysses: 1.14 ms, 0.24 exposed, 0.00 hidden, 56 MiB, 1 kernels
-hybrid 4 in 2 (ring) zigzag: 1.24 ms, 0.25 exposed, 0.07 hidden, 80 MiB, 2 kernels
-hybrid 2 (ring) in 4 zigzag: 1.24 ms, 0.25 exposed, 0.07 hidden, 80 MiB, 2 kernels
-hybrid 4 in 2 (ring) striped: 1.26 ms, 0.25 exposed, 0.07 hidden, 80 MiB, 2 kernels
-hybrid 2 (ring) in 4 striped: 1.26 ms, 0.25 exposed, 0.07 hidden, 80 MiB, 2 kernels""",
-    )
-
-
-def test_on_a_slow_link_the_ring_hides_what_an_all_gather_waits_for() -> None:
-    slow = load_profile("rtx_4090")
-    diffusion = replace(LLAMA, kv_heads=32, causal=False, q_len=65536, kv_len=65536)
-    found = {c.label: c for c in choose(diffusion, slow).candidates}
-    ring, gathered = found["ring"], found["all_gather"]
-    assert ring.seconds is not None and gathered.seconds is not None
-    assert ring.seconds < gathered.seconds
 
 
 def test_training_is_forward_and_backward() -> None:
@@ -138,30 +82,6 @@ def test_every_number_of_the_profile_counts(field: str) -> None:
     assert before != after
 
 
-@pytest.mark.parametrize("strategy", SEQUENCE_STRATEGIES)
-def test_a_forced_strategy_is_chosen_and_all_are_listed(strategy: Strategy) -> None:
-    free, forced = choose(LLAMA, H100), choose(LLAMA, H100, strategy=strategy)
-    assert (free.forced, forced.forced) == (False, True)
-    assert forced.strategy is strategy
-    assert forced.candidates == free.candidates
-    best = next(c for c in free.candidates if c.strategy is strategy)
-    assert forced.chosen == best
-    assert forced.runner_up is not None and forced.runner_up is not forced.chosen
-
-
-def test_factorisations_in_both_orders() -> None:
-    assert [str(each) for each in factorisations(8)] == [
-        "2 in 4 (ring)",
-        "4 (ring) in 2",
-        "4 in 2 (ring)",
-        "2 (ring) in 4",
-    ]
-    assert factorisations(7) == []
-    assert all(each.ranks == 12 for each in factorisations(12))
-    listed = {c.degrees for c in choose(LLAMA, H100).candidates if c.strategy is HYBRID}
-    assert listed == set(factorisations(8))
-
-
 FAST = candidate(RING, 1.00, peak_extra_bytes=200, kernels=8)
 SMALL = candidate(ALL_GATHER, 1.04, peak_extra_bytes=100, kernels=9)
 FEW = replace(SMALL, peak_extra_bytes=200, kernels=2)
@@ -191,23 +111,21 @@ def test_a_tie_goes_to_less_memory_then_fewer_kernels_then_time(
         assert found == (first, second)
 
 
-def test_excluded_candidates_come_last_and_those_for_memory_before_them() -> None:
+def test_excluded_candidates() -> None:
     slow = candidate(ALL_GATHER, 1e6)
     large = candidate(ULYSSES, 1.0, excluded="memory")
     assert rank([out(RING), large, slow]) == (slow, large, out(RING))
-
-
-def test_making_a_layout_costs_time_and_bytes() -> None:
-    made = choose(replace(LLAMA, relayout=True), H100, layouts=ALL_LAYOUTS)
-    there = choose(LLAMA, H100, layouts=ALL_LAYOUTS)
-    costs = {c.label: c for c in there.candidates}
-    for each in made.candidates:
-        before = costs[each.label.removesuffix(" relaid")]
-        if each.layout is Layout.CONTIGUOUS:
-            assert each == before
-        else:
-            assert (each.seconds or 0) > (before.seconds or 0)
-            assert (each.wire_bytes or 0) > (before.wire_bytes or 0)
+    free = choose(LLAMA, H100)
+    least = min(c.peak_extra_bytes or 0 for c in free.candidates)
+    plan = choose(LLAMA, H100, memory_budget=least)
+    possible = [c for c in plan.candidates if c.excluded is None]
+    assert {c.peak_extra_bytes for c in possible} == {least}
+    tight = next(c for c in plan.candidates if c.excluded is not None)
+    assert tight.seconds is not None
+    assert_expected_inline(
+        f"{tight.label}: {tight.excluded}",
+        """ring: needs 40.0 MiB of extra memory per rank, and the budget is 36.0 MiB""",
+    )
 
 
 RATES = [x for x in NUMBERS if x.endswith("per_second")] + ["network_cards_per_node"]
@@ -262,9 +180,6 @@ def test_heads_are_exchanged_in_the_fewest_groups_that_fit() -> None:
         assert some.wire_bytes == whole.wire_bytes
         needs.append(some.peak_extra_bytes or 0)
     assert needs == sorted(needs, reverse=True)
-
-
-def test_what_groups_hide() -> None:
     tokens = {"q_len": 65536, "kv_len": 65536}
     whole = budgeted(1e12, **tokens)
     some = budgeted((whole.peak_extra_bytes or 0) - 1, **tokens)
@@ -286,10 +201,7 @@ def test_a_token_attends_to_split_keys() -> None:
     assert {c.excluded for c in others} == {"a rank would have no query"}
     named = choose(TOKEN, H100, strategy=Strategy.RING)
     assert named.strategy is Strategy.RING and named.chosen.excluded is None
-
-
-def test_a_rank_reads_its_part_of_the_keys() -> None:
-    """131072 keys, with a kernel that takes no time and with that of an H100."""
+    # 131072 keys, with a kernel that takes no time and with that of an H100.
     long = replace(TOKEN, kv_len=131072)
     elements = long.kv_heads * long.kv_len * (long.head_dim + long.value_dim)
 
@@ -304,6 +216,14 @@ def test_a_rank_reads_its_part_of_the_keys() -> None:
         read = elements * long.bytes_per_element / ranks / 1e12
         assert seconds(free, ranks) == pytest.approx(read, rel=0.06)
     assert seconds(H100, 8) < seconds(H100, 1) / 6
+    # Sizes of `at`: B 2, H 8, E 32, 4 ranks; (out, lse) of every query in float32.
+    sent = 3 * 4 * 2 * 8 * 4 * (32 + 1)
+    assert at(COST.wire_bytes, q_len=4) == sent
+    same = replace(NO_COMPUTATION, collective_bytes_per_second=1e9)
+    assert at(COST.transfer, same, q_len=4) == pytest.approx(sent / 1e9)
+    assert at(COST.seconds, same, q_len=4) == pytest.approx(sent / 1e9)
+    for expression in (COST.transfer, COST.wire_bytes, COST.exposed):
+        assert at(expression, ranks=1, q_len=1) == 0
 
 
 @pytest.mark.parametrize(
@@ -319,12 +239,108 @@ def test_queries_that_can_be_shared_out(workload) -> None:
     assert Strategy.SPLIT_KV not in named
 
 
-def test_messages_are_partial_results() -> None:
-    """Sizes of `at`: B 2, H 8, E 32, 4 ranks; (out, lse) of every query in float32."""
-    sent = 3 * 4 * 2 * 8 * 4 * (32 + 1)
-    assert at(COST.wire_bytes, q_len=4) == sent
-    same = replace(NO_COMPUTATION, collective_bytes_per_second=1e9)
-    assert at(COST.transfer, same, q_len=4) == pytest.approx(sent / 1e9)
-    assert at(COST.seconds, same, q_len=4) == pytest.approx(sent / 1e9)
-    for expression in (COST.transfer, COST.wire_bytes, COST.exposed):
-        assert at(expression, ranks=1, q_len=1) == 0
+def within(mib: int, **options: Any) -> dict[str, Any]:
+    return {"memory_budget": mib << 20, **options}
+
+
+HEADS = (
+    "32 query heads are not a multiple of 5 key/value heads; repeat the key/value "
+    "heads in the model"
+)
+LEAST = (
+    "of extra memory per rank, and the budget is 1.0 MiB; that is the smallest need: "
+    "raise memory_budget, or use more ranks"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "text"),
+    [
+        (
+            {},
+            {"strategy": HYBRID, "degrees": CPDegrees(3, 2)},
+            "strategy hybrid is impossible here: 3 in 2 (ring) are 6 ranks, and there "
+            "are 8; give two factors of 8",
+        ),
+        (
+            {"ranks": 7},
+            {"strategy": HYBRID},
+            "strategy hybrid is impossible here: 7 ranks have no two factors",
+        ),
+        (
+            {"kv_heads": 5},
+            {"strategy": RING},
+            f"strategy ring is impossible here: {HEADS}",
+        ),
+        (
+            {},
+            within(1, strategy=ALL_GATHER),
+            "strategy all_gather is impossible here: all_gather needs 64.0 MiB "
+            f"{LEAST}",
+        ),
+        (  # no groups where ranks have other numbers of heads
+            {"heads": 20, "kv_heads": 20, "direction": Direction.BOTH},
+            within(1, strategy=ULYSSES),
+            "strategy ulysses is impossible here: ulysses needs",
+        ),
+    ],
+)
+def test_what_is_said_if_nothing_is_left(changes, options, text) -> None:
+    with pytest.raises(RewriteError) as caught:
+        choose(replace(LLAMA, **changes), H100, **options)
+    message = str(caught.value)
+    assert message == text or (text.endswith("needs") and message.startswith(text))
+
+
+def test_more_ranks_than_heads() -> None:
+    """No reason to be out: heads are padded, and what that costs is charged."""
+    few = replace(LLAMA, heads=2, kv_heads=1, q_len=2**17, kv_len=2**17)
+    plan = choose(few, H100, layouts=(Layout.ZIGZAG,))
+    assert {c.excluded for c in plan.candidates} == {None}
+    ulysses = next(c for c in plan.candidates if c.strategy is ULYSSES)
+    # 6 of 8 ranks attend to nothing but zeros.
+    loss = (ulysses.seconds or 0) / (plan.chosen.seconds or 1)
+    assert loss == pytest.approx(8 / 2, rel=0.05)
+
+
+NOT_CAUSAL = replace(LLAMA, causal=False, ranks=4)
+PROFILE = load_profile("a800_pcie")
+
+
+def changing_at(*edges: int):
+    """A decision that changes at each of `edges`, and is impossible after the last."""
+
+    def changed(size: int) -> Plan:
+        index = sum(size >= edge for edge in edges)
+        if index == len(edges):
+            raise RewriteError("too long")
+        chosen = Candidate(Strategy.HYBRID, CPDegrees(index + 2, 2), seconds=1.0)
+        return Plan(NOT_CAUSAL, chosen, False, PROFILE, (chosen,))
+
+    return changed
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.integers(2, 10**6), min_size=1, max_size=4, unique=True),
+    st.integers(1, 2 * 10**6),
+)
+def test_edges_are_found_to_the_token(edges: list[int], size: int) -> None:
+    # Edges that a grid of factor 2 ** (1/4) cannot miss.
+    edges = sorted(edges)
+    kept = [e for e, n in zip(edges, [*edges[1:], 10**9], strict=True) if n > 1.5 * e]
+    found = region(changing_at(*kept), size, 1, 10**7)
+    low = max([1, *(e for e in kept if e <= size)])
+    high = min([10**7, *(e for e in kept if e > size)])
+    assert (found.low, found.high) == (low, high)
+
+
+def test_regions() -> None:
+    found = regions(changing_at(100, 1000), 1, 5000)
+    assert found == [
+        Interval(1, 100, "hybrid 2 in 2 (ring)"),
+        Interval(100, 1000, "hybrid 3 in 2 (ring)"),
+        Interval(1000, 5000, None),
+    ]
+    crossed = replace(NOT_CAUSAL, q_len=1000, kv_len=500)
+    assert with_length(crossed, 4000) == replace(crossed, q_len=4000, kv_len=2000)

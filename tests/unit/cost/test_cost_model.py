@@ -1,7 +1,5 @@
 """Costs of whole passes: bytes sent, what is hidden, memory, and how they agree."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +13,14 @@ from cpcompile.cost.model import (
     COPY_SECONDS,
     PassCost,
     all_gather_cost,
+    grouped_ulysses_cost,
     hybrid_cost,
     relayout_cost,
     ring_cost,
     steps_seconds,
     ulysses_cost,
 )
-from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
+from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Direction, Strategy
 from cpcompile.cost.relayout_cost import relayout_seconds
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SUM_BYTES, SYMBOLS, W, e, hop, numbers, overlapped
@@ -89,48 +88,6 @@ def test_transfers_are_bytes_over_bandwidth(strategy: Strategy) -> None:
     assert at(cost.transfer, same, **sizes) == pytest.approx(sent / 1e9)
 
 
-def step_tokens(profile: Any, heads: int, kv_heads: int, backward: bool) -> float:
-    """F e g / (2 W h) by hand; with float32 dK and dV (e + 4) of them for 2.5 times."""
-    rate, factor = profile.forward_flops_per_second, 2 * kv_heads / (2 * heads)
-    if backward:
-        rate, factor = profile.backward_flops_per_second, factor * (2 + 4) / 2 / 2.5
-    return float(rate / profile.link_bytes_per_second * factor)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("kv_heads", [2, 8])
-@pytest.mark.parametrize(
-    ("causal", "layout", "factor"),
-    [(False, CONTIGUOUS, 1), (True, ZIGZAG, 2), (True, Layout.STRIPED, 2)],
-)
-def test_a_ring_hides_its_transfers_from_the_published_chunk_on(
-    causal: bool, layout: Layout, factor: int, kv_heads: int, backward: bool
-) -> None:
-    # One rate for all: what is left is the number of pairs of a step.
-    profile = replace(
-        IDEAL,
-        causal_forward_flops_per_second=IDEAL.forward_flops_per_second,
-        causal_backward_flops_per_second=IDEAL.backward_flops_per_second,
-    )
-    tokens = factor * step_tokens(profile, 8, kv_heads, backward)
-    exposed = ring_cost(causal, layout, backward).exposed
-    if backward:
-        exposed -= hop + SUM_BYTES * model.KV / W  # the last hop of dK and dV
-    found = [
-        at(
-            exposed,
-            profile,
-            length=8 * round(tokens * share),
-            kv_heads=kv_heads,
-            value_dim=64,
-            ranks=8,
-        )
-        for share in (0.97, 1.03)
-    ]
-    assert found[0] > 0
-    assert found[1] == pytest.approx(0, abs=1e-12)
-
-
 def ring_by_simulation(
     causal: bool, layout: Layout, backward: bool, **sizes: Any
 ) -> float:
@@ -171,16 +128,13 @@ def test_closed_form_of_the_ring_equals_its_steps(
     assert found == pytest.approx(expected + made_contiguous, rel=1e-9)
 
 
-def test_a_slow_network_leaves_the_cores_alone() -> None:
-    """A byte costs the cores the same on every link; between nodes it is hidden."""
+def test_slow_networks_and_short_steps() -> None:
+    # A byte costs the cores the same on every link; between nodes it is hidden.
     near, far = H100.link_bytes_per_second, H100.inter_node_bytes_per_second
     assert overlapped(H100, near) == H100.overlap_fraction < overlapped(H100, far) < 1
     lost = [(1 - overlapped(H100, rate)) / rate for rate in (near, far)]
     assert lost[0] == pytest.approx(lost[1])
     assert overlapped(H100, 2 * near) == H100.overlap_fraction
-
-
-def test_the_host_bounds_short_steps() -> None:
     issue = H100.step_issue_seconds
     found = at(ring_cost(True, ZIGZAG, False).seconds, length=64)
     assert found > 4 * issue
@@ -257,14 +211,93 @@ def test_every_cost(machine, tokens):
     assert got == pytest.approx([float(x) for x in exact], rel=1e-12)
 
 
-def test_shared_parts_and_constants():
+def test_formulas_are_evaluated():
     x, y = sympy.symbols("x y")
     part = sympy.Max(x, y, evaluate=False) ** 2
     formulas = (part + sympy.Rational(1, 4), part / 2, sympy.Integer(3), x)
     assert evaluator((x, y), formulas)(2.0, 3.0) == [9.25, 4.5, 3.0, 2.0]
-
-
-def test_another_operation_is_refused():
     x = sympy.Symbol("x")
     with pytest.raises(TypeError, match=r"sin\(x\): sin is no operation"):
         evaluator((x,), (sympy.sin(x),))
+
+
+EVEN = {"kv_heads": 4}  # one for every rank
+
+
+def test_memory_of_the_ring_and_the_all_gather() -> None:
+    (forward, backward), gathered = (
+        [cost(True, CONTIGUOUS, x).peak_extra_bytes for x in (False, True)]
+        for cost in (ring_cost, all_gather_cost)
+    )
+    # k and v sent and received, the sum, and the step's own output.
+    assert at(forward) == 2 * KV * 2 + 2 * OUT * 4
+    assert at(forward, bytes_per_element=4) == 2 * KV * 4 + OUT * 4
+    # Beside them dk and dv, travelling and new; then the results, and the sum of dq.
+    assert at(backward) == 2 * KV * 2 + 2 * KV * 4 + KV * 2 + Q * (2 + 4)
+    assert at(forward, ranks=1, bytes_per_element=4) == 0
+    assert at(gathered[0]) == 2 * 4 * KV * 2  # gathered and joined
+    assert at(gathered[1]) == 4 * KV * (2 + 3 * 4) + Q * 4
+
+
+def test_memory_of_ulysses() -> None:
+    kv, qkv = KV * 2, Q + KV * 2  # 4 key heads
+    forward, backward = (
+        at(ulysses_cost(True, CONTIGUOUS, x).peak_extra_bytes, degrees=ULYSSES, **EVEN)
+        for x in (False, True)
+    )
+    # q, k and v sent, received and unpacked; later they lie beside three outputs.
+    assert forward == 2 * max(3 * qkv, qkv + 3 * OUT)
+    # Gradients of the attention, sent, received and unpacked, or the attention itself:
+    # q, k, v, out and dout, then dq, dk and dv, and the sum of dq.
+    during = 2 * (qkv + 2 * OUT) + 2 * kv + (2 + 4) * Q
+    assert backward == max(2 * 4 * qkv, during)
+    # One of dk and dv of copied heads is summed in float32.
+    copied = ulysses_cost(True, CONTIGUOUS, True).peak_extra_bytes
+    assert at(copied, degrees=ULYSSES) == max(
+        backward, 2 * 4 * qkv + 4 * (2 * 4 * 1024 * 64)
+    )
+
+
+def in_groups(backward: bool, count: int, **changes: Any) -> float:
+    cost = grouped_ulysses_cost(True, CONTIGUOUS, backward)
+    peak = cost.peak_extra_bytes
+    return at(peak, degrees=ULYSSES, head_groups=count, **changes)
+
+
+def test_memory_of_heads_in_groups() -> None:
+    # Two of two heads of each rank, which read a head of keys each.
+    kv = 4 * KV  # 8 key heads
+    given = {"kv_heads": 8, "count": 2}
+    # A group of q, k and v sent, received and unpacked; one output, another sent,
+    # received and unpacked; and the first of the results.
+    flying = (3 * (Q + kv) + 4 * OUT) // 2 + OUT
+    assert in_groups(False, **given) == 2 * flying
+    # Before a backward the other group stays.
+    trained = in_groups(False, direction=Direction.BOTH, **given)
+    assert trained == 2 * (flying + (Q + kv + OUT) // 2)
+    # All that is saved, a group of dout sent, received and unpacked, and of gradients
+    # that come too; with the sum of dq. At the end all of these, joined, and dq as its
+    # product reads it.
+    first = 2 * (Q + kv + OUT) + (2 * (3 * OUT + 4 * (Q + kv)) + 2 * kv + 6 * Q) // 2
+    joined = 2 * (2 * (Q + kv) + max(Q, kv // 2))
+    assert in_groups(True, **given) == max(first, joined)
+    kv = 2 * KV  # 4 key heads, one for each rank
+    given = {"kv_heads": 4, "count": 2}
+    flying = (3 * Q + 4 * OUT) // 2 + 3 * kv + OUT
+    assert in_groups(False, **given) == 2 * flying
+    summed = 2 * kv  # dk and dv of this group and of those before
+    first = 2 * (Q + kv + OUT + summed) + (2 * (3 * OUT + 4 * Q) + 2 * kv + 6 * Q) // 2
+    joined = 2 * (2 * Q + kv + max(Q, kv // 2))
+    assert in_groups(True, **given) == max(first, joined)
+
+
+def test_memory_of_a_hybrid_is_that_of_its_ring_beside_what_was_exchanged() -> None:
+    degrees, qkv = CPDegrees(2, 2), Q + KV  # half the heads of twice the tokens
+    largest = 2 * max(3 * qkv, qkv + 3 * OUT), 2 * max(qkv + 4 * OUT, 4 * qkv)
+    exchanged = 2 * (qkv + OUT), 2 * (qkv + 2 * OUT)
+    for backward in (False, True):
+        inside, found = (
+            at(cost(True, CONTIGUOUS, backward).peak_extra_bytes, degrees=degrees)
+            for cost in (ring_cost, hybrid_cost)
+        )
+        assert found == max(largest[backward], exchanged[backward] + inside)

@@ -10,7 +10,6 @@ from cpcompile.cost.max_sequence.model_memory import (
     LEAST_TOKENS,
     MOST_TILES,
     Decoder,
-    Memory,
     Training,
     memory_of,
 )
@@ -25,34 +24,37 @@ LLAMA = Decoder(32, 32, 8, 128, 4096, 14336, 128256)
 SMALL = Decoder(2, 4, 2, 16, 64, 96, 211)
 
 
-def test_parameters_are_those_of_the_model():
-    assert LLAMA.parameters == 8_030_261_248  # of Llama-3-8B
-    assert replace(LLAMA, tied=True).parameters == 8_030_261_248 - 128256 * 4096
-
-
 def test_parameters_are_those_of_transformers():
     define_schemas()  # before models of transformers are imported
     import transformers  # slow
 
-    config = transformers.LlamaConfig(
-        vocab_size=211,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    assert SMALL.parameters == sum(p.numel() for p in model.parameters())
+    for tied in (False, True):
+        config = transformers.LlamaConfig(
+            vocab_size=211,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+        )
+        model = transformers.LlamaForCausalLM(config)
+        count = sum(p.numel() for p in model.parameters())
+        assert replace(SMALL, tied=tied).parameters == count
+    assert LLAMA.parameters == 8_030_261_248  # of Llama-3-8B
 
 
-def test_it_fits_and_a_little_more_does_not():
+def test_what_fits():
     found = cp.fit(LLAMA, memory=80e9, ranks=8, fsdp=True, checkpoint=True)
     assert 0.99 * 80e9 < found.memory.total <= 80e9
     assert found.tokens % 8 == 0 and found.seconds > 0
+    found = cp.fit(LLAMA, memory=80e9, ranks=1)
+    assert found.tokens == 0 and found.memory.total > 80e9
+    assert found.memory.optimizer == 12 * LLAMA.parameters
+    how = Training(checkpoint=True)
+    one, two = (memory_of(LLAMA, how, 4096, ranks, 0.0) for ranks in (2, 4))
+    assert one == two
 
-
-def test_what_lengthens_the_sequence():
     def longest(**more):
         given = {"memory": 80e9, "ranks": 8, "fsdp": True, "checkpoint": True}
         return cp.fit(LLAMA, **given | more).tokens
@@ -67,19 +69,7 @@ def test_what_lengthens_the_sequence():
     assert usual < longest(memory=141e9) and usual < longest(ranks=16)
 
 
-def test_a_model_that_does_not_fit():
-    found = cp.fit(LLAMA, memory=80e9, ranks=1)
-    assert found.tokens == 0 and found.memory.total > 80e9
-    assert found.memory.optimizer == 12 * LLAMA.parameters
-
-
-def test_doubling_tokens_and_ranks_leaves_all_but_messages():
-    how = Training(checkpoint=True)
-    one, two = (memory_of(LLAMA, how, 4096, ranks, 0.0) for ranks in (2, 4))
-    assert one == two
-
-
-def test_the_vocabulary_counts_up_to_one_tile():
+def test_what_tiles_and_gradients_take():
     how = Training(tile_bytes=2**31)
     # so many that a step needs the most where the forward ends, not where gradients do
     sizes = [
@@ -88,17 +78,11 @@ def test_the_vocabulary_counts_up_to_one_tile():
     ]
     assert sizes[0].tiles == sizes[1].tiles
     assert sizes[0].checkpoints == sizes[1].checkpoints
-
-
-def test_tiles_are_as_few_and_as_long_as_those_of_the_pass():
     assert (MOST_TILES, LEAST_TOKENS) == (_MOST_TILES, _LEAST_TOKENS)
     how = Training(tile_bytes=2**20)
     wide = replace(SMALL, vocabulary=128_000)
     one, two = (memory_of(wide, how, n, 2, 0.0).tiles for n in (2**17, 2**18))
     assert one == 2 * 4 * 128_000 * 2**17 / 64 and two == 2 * one
-
-
-def test_gradients_that_come_late_are_beside_what_one_layer_saved():
     how = Training(tile_bytes=2**20)
     wide = replace(SMALL, hidden=1024, vocabulary=128_000)
     found = memory_of(wide, how, 4096, 2, 0.0)
@@ -126,7 +110,7 @@ def test_what_a_layer_saves():
     assert saved(replace(SMALL, normed=True)) == usual + q + kv
 
 
-def test_the_moment_that_needs_most():
+def test_what_is_needed_most():
     how = Training(4, 0, tile_bytes=2**30)
     many_words = replace(SMALL, vocabulary=10**6)
     at_the_loss = memory_of(many_words, how, 4096, 2, 0.0)
@@ -135,19 +119,10 @@ def test_the_moment_that_needs_most():
     in_attention = memory_of(SMALL, how, 4096, 2, 1e9)
     assert in_attention.messages == 1e9 and in_attention.attention > 0
     assert in_attention.gradients >= 4 * SMALL.parameters
-
-
-def test_what_ulysses_gets_is_what_is_saved():
     how, q, kv, numbers = Training(4, 0), 64, 32, 4096 * 4
     found = memory_of(SMALL, how, 4096, 2, 1e9, exchanged=True)
     assert found.messages == 1e9 - numbers * (q + 2 * kv)
     assert found.attention == numbers * (64 + 2 * q)
-
-
-def test_parts_add_up():
-    parts = Memory(*range(1, len(fields(Memory)) + 1))
-    assert parts.total == 28
-    assert parts.step == 28 - parts.parameters - parts.optimizer
 
 
 @pytest.mark.parametrize(
@@ -190,7 +165,7 @@ def test_a_candidate():
     }
 
 
-def test_a_plan_has_all_its_fields():
+def test_plans_as_plain_data():
     plan = a_plan()
     record = json.loads(to_json(plan))
     assert set(record) == {f.name for f in fields(Plan)} | {"runner_up", "hardware"}
@@ -200,9 +175,6 @@ def test_a_plan_has_all_its_fields():
     assert record["workload"]["direction"] == "both"
     assert plan.runner_up is not None
     assert record["runner_up"] == plan.runner_up.label
-
-
-def test_excluded_candidates_have_their_reason():
     plan = a_plan(seq=128, kv_seq=64, layout="auto")
     reasons = {c["excluded"] for c in to_dict(plan)["candidates"]}
     assert "zigzag needs as many queries as keys" in reasons

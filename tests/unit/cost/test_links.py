@@ -1,6 +1,4 @@
-"""Latency and bandwidth of groups by where their ranks lie."""
-
-from __future__ import annotations
+"""Latency and bandwidth of groups by where their ranks lie, and plans of mixers."""
 
 from dataclasses import replace
 
@@ -8,6 +6,10 @@ import pytest
 
 from cpcompile.cost.hardware.links import Group, all_gather, all_to_all, message
 from cpcompile.cost.hardware.profile import load_profile
+from cpcompile.cost.mixer_plan import MixerStrategy
+from cpcompile.cost.mixer_planner import plan_mixers
+from cpcompile.cost.mixer_shapes import MixerKind, MixerShape
+from cpcompile.cost.plans import Direction
 from cpcompile.cost.symbols import groups
 from cpcompile.geometry.degrees import CPDegrees
 
@@ -36,11 +38,17 @@ MESH = replace(
 PAIRS = replace(MACHINE, ranks_per_bridge=2.0, bridge_bytes_per_second=12.0)
 
 
-def test_groups_of_a_factorisation() -> None:
+def test_groups_meshes_and_latencies() -> None:
     assert groups(CPDegrees(8, 4)) == (Group(4, 8), Group(8))
     assert groups(CPDegrees(8, 4, "ring")) == (Group(4), Group(8, 4))
     assert groups(CPDegrees(1, 8)) == (Group(8), Group(1))
     assert groups(CPDegrees(8, 1)) == (Group(1, 8), Group(8))
+    mi300x = load_profile("mi300x")
+    assert message(mi300x, Group(8))[1] < 64e9
+    assert all_to_all(mi300x, Group(8))[1] > 4 * message(mi300x, Group(8))[1]
+    assert all_to_all(MACHINE, Group(1))[0] == 0
+    assert [all_to_all(MACHINE, Group(n))[0] for n in (2, 4)] == [2, 3]
+    assert all_to_all(MACHINE, Group(2, 8))[0] == 2 + 5
 
 
 @pytest.mark.parametrize(
@@ -125,13 +133,89 @@ def test_an_all_to_all_shares_cards_and_bridges(machine, group, rate) -> None:
     assert all_to_all(machine, group)[1] == pytest.approx(rate)
 
 
-def test_in_a_mesh_few_ranks_have_few_links() -> None:
-    mi300x = load_profile("mi300x")
-    assert message(mi300x, Group(8))[1] < 64e9
-    assert all_to_all(mi300x, Group(8))[1] > 4 * message(mi300x, Group(8))[1]
+EXCHANGE, STATES, GATHER = (
+    MixerStrategy.EXCHANGE,
+    MixerStrategy.STATES,
+    MixerStrategy.GATHER,
+)
+SIZES = {
+    "kind": MixerKind.GATED_DELTA_RULE,
+    "batch": 1,
+    "tokens": 32768,
+    "key_heads": 32,
+    "value_heads": 32,
+    "key_dim": 128,
+    "value_dim": 128,
+    "bytes_per_element": 2,
+}
 
 
-def test_latency_of_collectives() -> None:
-    assert all_to_all(MACHINE, Group(1))[0] == 0
-    assert [all_to_all(MACHINE, Group(n))[0] for n in (2, 4)] == [2, 3]
-    assert all_to_all(MACHINE, Group(2, 8))[0] == 2 + 5
+def mixer_shape(**changes):
+    return MixerShape(**(SIZES | changes))
+
+
+def planned(ranks=8, direction=Direction.BOTH, hardware="h100_sxm", **changes):
+    return plan_mixers(mixer_shape(**changes), load_profile(hardware), ranks, direction)
+
+
+@pytest.mark.parametrize("kind", MixerKind)
+def test_forward_and_backward_add_up(kind):
+    changes = {"key_heads": 1} if kind is MixerKind.MAMBA else {}
+    plans = [
+        dict(planned(direction=d, kind=kind, **changes).seconds) for d in Direction
+    ]
+    by_direction = dict(zip(Direction, plans, strict=True))
+    for strategy, seconds in by_direction[Direction.BOTH].items():
+        one = by_direction[Direction.FORWARD][strategy]
+        assert one + by_direction[Direction.BACKWARD][strategy] == pytest.approx(
+            seconds
+        )
+
+
+def test_one_rank_and_uneven_heads():
+    plan = planned(ranks=1)
+    assert plan.seconds == ((GATHER, 0.0),) and plan.runner_up is None
+    even, uneven = (
+        dict(planned(key_heads=n, value_heads=n, ranks=4).seconds)[EXCHANGE] / n
+        for n in (12, 13)
+    )
+    assert uneven > even
+
+
+@pytest.mark.parametrize(
+    ("changes", "strategy"),
+    [
+        ({"ranks": 64, "value_dim": 32}, EXCHANGE),  # few heads, rows and channels
+        ({"ranks": 32, "key_heads": 16, "value_dim": 16}, EXCHANGE),  # two head numbers
+        ({"tokens": 9}, STATES),  # one rank is left without any
+        ({"kind": MixerKind.MAMBA, "key_heads": 1}, STATES),  # takes no state
+    ],
+)
+def test_what_is_not_possible_is_not_priced(changes, strategy):
+    assert strategy not in dict(planned(**changes).seconds)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dim"),
+    [
+        ({}, "heads"),
+        ({"value_heads": 4, "key_heads": 4, "batch": 8}, "batch"),
+        ({"ranks": 64, "tokens": 64 * 16}, "value channels"),
+    ],
+)
+def test_what_is_exchanged(changes, dim):
+    plan = planned(**changes)
+    assert (plan.strategy, plan.dim) == (EXCHANGE, dim)
+
+
+def test_kernels_are_as_fast_as_published():
+    """The times of fla that the speeds were fitted to, on H800."""
+    for kind, tokens, heads, milliseconds in (
+        (MixerKind.GATED_DELTA_RULE, 32768, 64, 4.808),
+        (MixerKind.GATED_DELTA_RULE, 8192, 96, 2.033),
+        (MixerKind.KDA, 8192, 96, 3.268),
+        (MixerKind.KDA, 32768, 16, 2.299),
+    ):
+        call = mixer_shape(kind=kind, tokens=tokens, key_heads=heads, value_heads=heads)
+        seconds = call.forward_seconds(load_profile("h800"))
+        assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.15)

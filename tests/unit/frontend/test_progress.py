@@ -25,7 +25,7 @@ def wait_for(condition):
         time.sleep(0.005)
 
 
-def test_a_terminal_gets_one_line_that_ends_with_the_time(monkeypatch):
+def test_a_terminal_gets_one_line(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with compiling("forward", after=0.01):
@@ -37,6 +37,25 @@ def test_a_terminal_gets_one_line_that_ends_with_the_time(monkeypatch):
     )
     assert last.count("\n") == 1
     assert last.split("\r")[-1].rstrip() == "cpcompile: compiled forward in 0 s"
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    outer = compiling("outer", after=0.01)
+    with outer, compiling("inner", after=0.0):
+        phase("of the inner one")
+        wait_for(terminal.getvalue)
+    assert "outer" in terminal.getvalue()
+    assert "inner has" not in terminal.getvalue()
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    try:
+        with compiling("forward", after=0.01):
+            wait_for(terminal.getvalue)
+            raise ValueError
+    except ValueError:
+        pass
+    size = len(terminal.getvalue())
+    time.sleep(0.05)
+    assert len(terminal.getvalue()) == size
 
 
 def test_the_log_gets_lines_at_growing_intervals(monkeypatch, caplog):
@@ -61,31 +80,6 @@ def test_nothing_is_said_of_short_ones_by_other_ranks_and_outside(monkeypatch):
     with compiling("forward", after=0.0):
         time.sleep(0.02)
     assert terminal.getvalue() == ""
-
-
-def test_a_compilation_inside_of_another_one_is_a_part_of_it(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    outer = compiling("outer", after=0.01)
-    with outer, compiling("inner", after=0.0):
-        phase("of the inner one")
-        wait_for(terminal.getvalue)
-    assert "outer" in terminal.getvalue()
-    assert "inner has" not in terminal.getvalue()
-
-
-def test_a_failure_ends_the_line(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    try:
-        with compiling("forward", after=0.01):
-            wait_for(terminal.getvalue)
-            raise ValueError
-    except ValueError:
-        pass
-    size = len(terminal.getvalue())
-    time.sleep(0.05)
-    assert len(terminal.getvalue()) == size
 
 
 def test_passes_and_autograd_are_phases(one_rank, monkeypatch):

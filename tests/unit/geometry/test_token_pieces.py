@@ -1,7 +1,5 @@
 """Lists of pieces are what torch computes, and moves bring every token to its place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,4 +1,4 @@
-"""A Visible is what its three fields say, in every form in which it is used."""
+"""Blocks cover what is visible, once; a Visible is what its three fields say."""
 
 from textwrap import fill
 
@@ -8,16 +8,13 @@ from expecttest import assert_expected_inline
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpcompile.geometry.blocks import square
+from cpcompile.geometry.blocks import live_pairs, square, visible_blocks
 from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.visibility import (
-    ALL,
-    NOTHING,
     Visible,
     upper_of_rows,
     visible_chunk,
 )
-from tests.unit.geometry.painting import painted
 from tests.unit.step.step_cases import mask_of
 
 sizes = st.integers(0, 9)
@@ -69,30 +66,11 @@ def test_pairs_are_counted(visible, rows, keys):
     assert not (visible.is_empty and seen.any())
 
 
-@pytest.mark.parametrize(
-    ("visible", "empty"),
-    [
-        (ALL, False),
-        (NOTHING, True),
-        (Visible(rows=(3, 3)), True),
-        (Visible(keys=(4, 2)), True),
-        (Visible(rows=(0, 1), keys=(0, 1)), False),
-    ],
-)
-def test_is_empty(visible, empty):
-    assert visible.is_empty is empty
-
-
 @given(visibles)
 def test_lists_and_back(visible):
     numbers = visible.to_list()
     assert all(isinstance(x, int) for x in numbers)
     assert Visible.of_list(numbers) == visible
-
-
-def test_a_causal_limit_as_a_list():
-    assert Visible(upper=(1, 1)).to_list() == [2, 1, 1]
-    assert ALL.to_list() == []
 
 
 @pytest.mark.parametrize(
@@ -168,3 +146,44 @@ def test_one_vector_says_what_symbols_say(first, stop, data):
 def test_what_one_vector_cannot_say_is_refused(visible):
     with pytest.raises(ValueError, match="one upper limit for each row"):
         upper_of_rows(visible, 5, 5, torch.device("cpu"))
+
+
+small = st.integers(0, 12)
+
+
+def dense_mask(q_start, q_count, k_start, k_count, causal):
+    """What the queries see of the keys, from the definition."""
+    rows = torch.arange(q_start, q_start + q_count)[:, None]
+    keys = torch.arange(k_start, k_start + k_count)
+    return keys <= rows if causal else torch.ones(q_count, k_count, dtype=torch.bool)
+
+
+@given(small, small, small, small, st.booleans())
+def test_blocks_of_a_chunk_cover_each_visible_pair_once(
+    q_start, q_count, k_start, k_count, causal
+):
+    blocks = visible_blocks(q_start, q_count, k_start, k_count, causal)
+    mask = dense_mask(q_start, q_count, k_start, k_count, causal)
+    assert torch.equal(painted(blocks, q_count, k_count), mask.long())
+    assert live_pairs(blocks) == mask.sum()
+    for block in blocks:
+        assert block.rows > 0 and block.keys > 0
+        seen = painted((block,), q_count, k_count).sum(1)
+        assert seen[block.row :][: block.rows].all()
+    blocks = visible_blocks(q_start, q_count, k_start, k_count, causal)
+    squares = tuple(part for block in blocks for part in square(block))
+    expected = painted(blocks, q_count, k_count)
+    assert torch.equal(painted(squares, q_count, k_count), expected)
+    assert all(b.rows == b.keys for b in squares if b.triangular)
+    assert all(b.rows > 0 and b.keys > 0 for b in squares)
+    assert live_pairs(squares) == live_pairs(blocks)
+
+
+def painted(blocks, rows, keys):
+    """How many blocks compute each pair, int64 [rows, keys]."""
+    counts = torch.zeros(rows, keys, dtype=torch.int64)
+    for b in blocks:
+        part = counts[b.row :: b.step, b.key :: b.step][: b.rows, : b.keys]
+        ones = torch.ones(b.rows, b.keys, dtype=torch.int64)
+        part += ones.tril() if b.triangular else ones
+    return counts

@@ -1,7 +1,5 @@
 """Fits find the numbers that made the timings, exactly and through noise."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +12,6 @@ from cpcompile.apps.calibration.fit_profile import (
     TimedExchange,
     fit,
     fit_kernels,
-    fit_line,
     fit_messages,
     fit_overlap,
     fit_profile,
@@ -177,13 +174,6 @@ def test_all_to_alls_show_a_bridge_that_ranks_share() -> None:
     profile = fitted(alike)
     assert profile.ranks_per_bridge == profile.bridge_bytes_per_second == 0
     assert "share nothing" in profile.sources["ranks_per_bridge"]
-
-
-def test_fit_line_leaves_out_times_that_are_not_positive() -> None:
-    samples = [(n, 1e-5 + n / 1e9) for n in (1e3, 1e5, 1e7)]
-    line = fit_line([*samples, (1e4, -1e-6)])
-    assert line.values["latency"] == pytest.approx(1e-5, rel=1e-3)
-    assert line.values["rate"] == pytest.approx(1e9, rel=1e-3)
 
 
 @pytest.mark.parametrize("fraction", [-0.5, 0.0, 0.4, 1.0, 1.1])

@@ -1,6 +1,4 @@
-"""Hardware profiles: what ships, and what a wrong file, name or override says."""
-
-from __future__ import annotations
+"""Hardware profiles: what ships, which describes a machine, and wrong ones."""
 
 import json
 import os
@@ -9,6 +7,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.apps.calibration import main
 from cpcompile.cost.hardware.profile import (
@@ -19,6 +19,9 @@ from cpcompile.cost.hardware.profile import (
     read_profile,
     write_profile,
 )
+from cpcompile.cost.hardware.selection import calibrated_path, profile_for_device
+from cpcompile.frontend.machine import ranks_on_this_node
+from tests.golden.capture import fake_group
 
 # Peaks, not sparse ones: bf16 TFLOP/s; memory in TB/s and GB; GB/s per direction to the
 # next rank, and to all others. Sources: vendors' data sheets, and stas00/ml-engineering
@@ -64,12 +67,9 @@ def message_for(tmp_path: Path, content: bytes) -> str:
     return str(caught.value).removeprefix(f"{path}: ")
 
 
-def test_all_profiles_are_checked_here() -> None:
-    assert profile_names() == sorted([*GPUS, "cpu"])
-
-
 @pytest.mark.parametrize("name", [*GPUS, "cpu"])
 def test_profiles_say_where_every_number_is_from(name: str) -> None:
+    assert profile_names() == sorted([*GPUS, "cpu"])
     profile = load_profile(name)
     assert profile.name == name
     assert set(profile.sources) == set(NUMBERS)
@@ -104,13 +104,6 @@ def test_rates_are_achieved_ones(name: str) -> None:
     assert 10e-6 <= profile.link_latency_seconds <= 40e-6
 
 
-def test_products_differ_as_their_links_do() -> None:
-    for one, other in (("h100", "h800"), ("a100", "a800")):
-        fast, slow = load_profile(one), load_profile(other)
-        assert fast.forward_flops_per_second == slow.forward_flops_per_second
-        assert fast.link_bytes_per_second > 1.3 * slow.link_bytes_per_second
-
-
 @pytest.mark.parametrize(
     ("name", "found"),
     [
@@ -137,7 +130,7 @@ def test_unknown_name_lists_all_and_names_the_nearest() -> None:
     )
 
 
-def test_a_path_is_read(tmp_path: Path) -> None:
+def test_paths_and_overrides(tmp_path: Path) -> None:
     profile = load_profile("h100").with_overrides({"link_bytes_per_second": 1e9})
     write_profile(profile, tmp_path / "mine.json")
     found = load_profile(str(tmp_path / "mine.json"))
@@ -145,6 +138,13 @@ def test_a_path_is_read(tmp_path: Path) -> None:
     assert (found.sources, found.about) == (profile.sources, profile.about)
     with pytest.raises(ValueError, match="cannot be read"):
         load_profile(str(tmp_path / "none.json"))
+    h100 = load_profile("h100")
+    eager = h100.with_overrides({"merge_bytes_per_element": 44})
+    assert eager == replace(h100, merge_bytes_per_element=44.0)
+    assert isinstance(eager.merge_bytes_per_element, float)
+    assert h100.with_overrides({}) == h100
+    ideal = h100.with_overrides({"link_latency_seconds": 0})
+    assert ideal.link_latency_seconds == 0.0
 
 
 FIRST, *OTHERS = NUMBERS
@@ -203,16 +203,6 @@ def test_any_field_may_be_the_one_that_is_missing_or_negative(
     assert f"field {field!r} is -1e-06; it must be" in message_for(tmp_path, negative)
 
 
-def test_overrides_replace_numbers_and_nothing_else() -> None:
-    h100 = load_profile("h100")
-    eager = h100.with_overrides({"merge_bytes_per_element": 44})
-    assert eager == replace(h100, merge_bytes_per_element=44.0)
-    assert isinstance(eager.merge_bytes_per_element, float)
-    assert h100.with_overrides({}) == h100
-    ideal = h100.with_overrides({"link_latency_seconds": 0})
-    assert ideal.link_latency_seconds == 0.0
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -231,23 +221,19 @@ def test_overrides_that_are_wrong(name: str, value: float, message: str) -> None
     assert str(caught.value).startswith(f"overrides: {message}")
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_is_not_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is said before anything is measured."""
     target, link = tmp_path / "precious.json", tmp_path / "mine.json"
     target.write_text("precious")
     link.symlink_to(target)
     with pytest.raises(ValueError, match=r"mine\.json is a link to .*precious\.json"):
         write_profile(load_profile("cpu"), link)
-    assert target.read_text() == "precious" and link.is_symlink()
-
-
-def test_which_is_said_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    link = tmp_path / "mine.json"
-    link.symlink_to(tmp_path / "none.json")
     with pytest.raises(SystemExit):
         main(["--ranks", "2", "--output", str(link)])
     assert "is a link to" in capsys.readouterr().err
+    assert target.read_text() == "precious" and link.is_symlink()
 
 
 def test_a_failure_leaves_the_older_file(tmp_path: Path) -> None:
@@ -264,3 +250,84 @@ def test_a_failure_leaves_the_older_file(tmp_path: Path) -> None:
     write_profile(load_profile("cpu"), path)
     assert read_profile(path).sources == load_profile("cpu").sources
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPCOMPILE_CACHE", str(tmp_path / "cache"))
+
+
+DEVICES = {
+    "h100_sxm": ("NVIDIA H100 80GB HBM3", "Tesla T4", ""),  # nothing is known of T4
+    "h100_pcie": ("NVIDIA H100 PCIe",), "h800_sxm": ("NVIDIA H800",),
+    "a100_sxm": ("NVIDIA A100-SXM4-80GB",), "a100_pcie": ("NVIDIA A100 80GB PCIe",),
+    "a800_sxm": ("NVIDIA A800-SXM4-80GB",), "a800_pcie": ("NVIDIA A800 80GB PCIe",),
+    "h200_sxm": ("NVIDIA H200",), "h20_sxm": ("NVIDIA H20",),
+    "b200_sxm": ("NVIDIA B200",), "gb200": ("NVIDIA GB200",),
+    "l40s": ("NVIDIA L40S",), "l20": ("NVIDIA L20",),
+    "rtx_4090": ("NVIDIA GeForce RTX 4090",),
+    "rtx_4090d": ("NVIDIA GeForce RTX 4090 D",),
+    "mi300x": ("AMD Instinct MI300X",), "mi325x": ("AMD Instinct MI325X",),
+    "mi355x": ("AMD Instinct MI355X",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_gpus_are_known_by_their_names(name: str) -> None:
+    for device in DEVICES[name]:
+        assert profile_for_device("cuda", device) is load_profile(name)
+
+
+def test_devices_without_a_profile() -> None:
+    assert profile_for_device("cpu") is load_profile("cpu")
+    with pytest.raises(ValueError) as caught:
+        profile_for_device("xla")
+    assert str(caught.value) == (
+        "device type 'xla' has no hardware profile: there are profiles for cpu, cuda; "
+        "run `cpcompile calibrate`, or name one in cpcompile.config.hardware"
+    )
+
+
+def test_a_calibrated_profile_goes_first() -> None:
+    mine = load_profile("h100").with_overrides({"memory_bytes": 1e9})
+    write_profile(mine, calibrated_path("cuda", 4))
+    found = profile_for_device("cuda", "NVIDIA A100-SXM4-80GB", ranks=4)
+    assert (found, found.name) != (mine, mine.name)
+    assert found.memory_bytes == 1e9
+    assert found.name == "cuda_4_ranks"
+    assert profile_for_device("cuda", "", ranks=8) is load_profile("h100")
+    calibrated_path("cuda", 4).write_text("{}")
+    with pytest.raises(ValueError, match=r"cuda_4_ranks\.json: needs an object"):
+        profile_for_device("cuda", "", ranks=4)
+
+
+def test_where_calibrated_profiles_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = Path("profiles", "cuda_4_ranks.json")
+    assert calibrated_path("cuda", 4) == tmp_path / "cache" / name
+    monkeypatch.setenv("CPCOMPILE_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert calibrated_path("cuda", 4) == Path("/somewhere/cpcompile") / name
+
+
+ORDERS = [
+    ("4", [0, 1, 2, 3, 4, 5, 6, 7], 4),
+    ("8", [0, 1, 2, 3, 4, 5, 6, 7], 8),
+    ("2", [0, 1, 4, 5], 2),
+    ("4", [0, 4, 1, 5], None),  # each neighbour is on the other node
+    ("2", [0, 2, 1, 3], None),
+    ("1", [0, 2, 1, 3], 1),
+    ("", [0, 1], None),
+]
+
+
+@pytest.mark.parametrize(("local", "order", "near"), ORDERS)
+def test_they_have_to_follow_each_other(monkeypatch, local, order, near):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(
+        torch.distributed, "get_process_group_ranks", lambda group: order
+    )
+    with fake_group(ranks=8):
+        mesh = DeviceMesh("cpu", list(range(8)))
+        assert ranks_on_this_node(mesh, 0) == near

@@ -1,12 +1,19 @@
-"""Tile tables and compile-time constants of the step kernels."""
+"""Which kernel runs a step, its tiles, and its constants."""
 
 import itertools
 
 import pytest
 import torch
 
-from cpcompile.geometry.visibility import ALL, Visible
-from cpcompile.kernels.configs import ARCHITECTURES, Kernel, configs, padded
+from cpcompile import config, logs
+from cpcompile.geometry.visibility import Visible
+from cpcompile.kernels import choice
+from cpcompile.kernels.choice import (
+    StepKernel,
+    masked_step_kernel,
+    step_kernel,
+)
+from cpcompile.kernels.configs import ARCHITECTURES, Kernel, configs
 from cpcompile.kernels.constants import (
     EVERY_KEY,
     LOG2_E,
@@ -15,8 +22,8 @@ from cpcompile.kernels.constants import (
     ScoreModifiers,
     dot_precision,
     step_constants,
-    tensor_names,
 )
+from tests.golden.capture import warnings
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PADDED_DIMS = (16, 32, 64, 128, 256)
@@ -46,40 +53,11 @@ def test_every_combination_has_a_config(kernel, architecture):
     for dtype, dim in itertools.product(DTYPES, PADDED_DIMS):
         found = configs(kernel, architecture, dtype, dim)
         assert 1 <= len(found) <= 4 and len(set(found)) == len(found)
-        for config in found:
+        for each in found:
             # tl.dot needs 16 of each, tl.arange a power of two.
-            for block in (config.block_m, config.block_n):
+            for block in (each.block_m, each.block_n):
                 assert block >= 16 and block & (block - 1) == 0
-            assert config.num_warps in (4, 8) and config.num_stages >= 1
-
-
-@pytest.mark.parametrize(
-    ("other", "known"),
-    [("sm103", "sm100"), ("sm87", "sm80"), ("gfx950", "gfx942"), ("gfx90a", "gfx942")],
-)
-def test_other_architectures_use_the_nearest_table(other, known):
-    for kernel in Kernel:
-        expected = configs(kernel, known, torch.bfloat16, 128)
-        assert configs(kernel, other, torch.bfloat16, 128) == expected
-
-
-def test_padded():
-    assert [padded(x) for x in (1, 16, 17, 64, 80, 96, 129)] == [
-        16, 16, 32, 64, 128, 128, 256,
-    ]  # fmt: skip
-
-
-def test_constants_of_dims_and_scale():
-    """The kernels take the maximum of the scores before scaling them."""
-    got = constants()
-    assert (got["HEAD_DIM"], got["PADDED_HEAD_DIM"]) == (96, 128)
-    assert (got["VALUE_DIM"], got["PADDED_VALUE_DIM"]) == (128, 128)
-    assert got["SCALE_LOG2"] == 0.5 * LOG2_E and not got["NEGATE"]
-    assert got["PRECISION"] == "'ieee'"  # pasted into the source, so with quotes
-    got = constants(scale=-0.5)
-    assert got["SCALE_LOG2"] == 0.5 * LOG2_E and got["NEGATE"]
-    assert got["SCALE"] == -0.5
-    assert constants(scale=0.0)["SCALE_LOG2"] > 0  # hidden scores stay hidden
+            assert each.num_warps in (4, 8) and each.num_stages >= 1
 
 
 @pytest.mark.parametrize(
@@ -100,44 +78,18 @@ def test_tiles_are_even_if_nothing_cuts_one(keys, limits, even):
     )
 
 
-def test_a_slice_of_a_symbolic_size_is_not_even():
-    """Whether it ends beyond the size is not known before run time."""
+def test_slices_and_softcaps():
+    # Whether it ends beyond the size is not known before run time.
     size = object()
     given = {"keys": size, "divides": lambda n, block: True}
     assert constants(**given)["EVEN_KEYS"] is True
     limits = RowLimits(Visible(keys=(0, 512)))
     assert constants(**given, limits=limits)["EVEN_KEYS"] is False
-
-
-@pytest.mark.parametrize("vector", [False, True])
-def test_constants_of_limits(vector):
-    rows = torch.ones(1) if vector else None
-    visible = ALL if vector else Visible(upper=(3, -4))
-    got = constants(limits=RowLimits(visible, rows))
-    assert got["HAS_UPPER"] and got["UPPER_VECTOR"] is vector and not got["HAS_LOWER"]
-    assert (got["UPPER_EVEN"], got["UPPER_ODD"]) == ((0, 0) if vector else (3, -4))
-
-
-def test_values_can_be_pasted_into_a_source():
-    limits = RowLimits(Visible((0, 8), (0, 8), (1, 1)))
-    for value in constants(limits=limits).values():
-        assert type(value) in (int, float, bool, str)
-
-
-def test_a_softcap_is_the_scale_of_its_tanh():
-    """c * tanh(scale / c * s): one factor is inside, one outside."""
+    # c * tanh(scale / c * s): one factor is inside, one outside.
     plain, capped = constants(), constants(changes=ScoreModifiers(softcap=20.0))
     assert capped.keys() - plain.keys() == {"SCALE_IN_CAP"}
     assert capped["SCALE_IN_CAP"] == 0.5 / 20
     assert capped["SCALE_LOG2"] == 20 * LOG2_E
-
-
-def test_second_outputs_are_the_last_tensor():
-    limits = RowLimits(upper=torch.ones(1), lower=torch.ones(1))
-    given = {"accumulate": True, "limits": limits, "changes": NO_MODIFIERS}
-    assert tensor_names(Kernel.FORWARD, **given)[-3:] == ("UPPER", "LOWER", "LSE_OUT")
-    assert tensor_names(Kernel.DKDV, **given)[-3:] == ("UPPER", "LOWER", "DV_OUT")
-    assert tensor_names(Kernel.DQ, **given)[-3:] == ("DQ_IN", "UPPER", "LOWER")
 
 
 @pytest.mark.parametrize(
@@ -152,3 +104,127 @@ def test_dot_precision_follows_the_matmuls(monkeypatch, dtype, allowed, expected
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
     monkeypatch.setattr(torch.version, "hip", None)
     assert dot_precision(dtype) == expected
+
+
+TEMPLATE, FLASH, MATH = StepKernel.TEMPLATE, StepKernel.FLASH, StepKernel.MATH
+ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_warnings():
+    logs.warn_once.cache_clear()
+    yield
+    logs.warn_once.cache_clear()
+
+
+@pytest.fixture
+def no_triton(monkeypatch):
+    monkeypatch.setattr(choice, "_has_triton", lambda: False)
+
+
+def usual(device, dtype):
+    """What runs where nothing is said."""
+    if device == "cuda":
+        return TEMPLATE
+    return FLASH if device == "cpu" and dtype != torch.float64 else MATH
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dims"),
+    [
+        *itertools.product(["cpu"], ALL_DTYPES, [(64, 64), (7, 24), (300, 300)]),
+        *itertools.product(
+            ["cuda"], ALL_DTYPES[:3], [(64, 64), (7, 24), (256, 256), (1, 1)]
+        ),
+        *itertools.product(["xpu"], ALL_DTYPES, [(64, 64)]),
+    ],
+)
+def test_the_usual_kernel_is_chosen_without_a_word(caplog, device, dtype, dims):
+    assert step_kernel(device, dtype, *dims) is usual(device, dtype)
+    with config.patch(step_kernel="aten_math"):  # can be had everywhere
+        assert step_kernel(device, dtype, *dims) is MATH
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [
+        *itertools.product(ALL_DTYPES, [(257, 257), (64, 320)]),
+        (torch.float64, (64, 64)),
+    ],
+)
+def test_cuda_without_a_template_or_flash(caplog, dtype, dims):
+    for _ in range(3):
+        assert step_kernel("cuda", dtype, *dims) is MATH
+    (text,) = warnings(caplog)
+    wrong = (
+        "bfloat16, float16 and float32, not float64"
+        if dtype == torch.float64
+        else f"head dims up to 256, not {max(dims)}"
+    )
+    assert text == (
+        f"attention in {str(dtype).removeprefix('torch.')} with head dim {max(dims)} "
+        f"runs on aten_math: the Triton kernels take {wrong}"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_cuda_without_triton(caplog, no_triton, dtype):
+    """The vendor's kernel is the next best, where it takes the dtype."""
+    expected = FLASH if dtype in HALVES else MATH
+    assert step_kernel("cpu", torch.float32, 64, 64) is FLASH  # without a word
+    for _ in range(3):
+        assert step_kernel("cuda", dtype, 64, 64) is expected
+    (text,) = warnings(caplog)
+    assert text == (
+        f"attention in {str(dtype).removeprefix('torch.')} with head dim 64 runs on "
+        f"{expected.value}: triton is not installed (pip install triton)"
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_kernel_that_is_asked_for(caplog, device):
+    with config.patch(step_kernel="triton"):
+        assert step_kernel(device, torch.bfloat16, 64, 64) is TEMPLATE
+    with config.patch(step_kernel="aten_flash"):
+        assert step_kernel(device, torch.bfloat16, 64, 64) is FLASH
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "dtype", "dim", "got"),
+    [
+        ("triton", "cpu", torch.float64, 64, MATH),
+        ("triton", "cpu", torch.bfloat16, 300, FLASH),
+        ("triton", "cuda", torch.bfloat16, 300, MATH),
+        ("aten_flash", "cpu", torch.float64, 64, MATH),
+        ("aten_flash", "cuda", torch.float32, 64, MATH),
+        ("aten_flash", "cuda", torch.bfloat16, 300, MATH),
+        ("aten_flash", "xpu", torch.bfloat16, 64, MATH),
+    ],
+)
+def test_a_kernel_that_is_asked_for_in_vain(caplog, wanted, device, dtype, dim, got):
+    with config.patch(step_kernel=wanted):
+        for _ in range(3):
+            assert step_kernel(device, dtype, dim, dim) is got
+    (text,) = warnings(caplog)
+    assert f"with head dim {dim} runs on {got.value}: " in text
+    assert wanted == "triton" or device == "xpu" or "flash" in text.split(": ")[1]
+
+
+@pytest.mark.parametrize(
+    ("bias", "table", "expected"),
+    [
+        (None, False, TEMPLATE),
+        (torch.float32, True, TEMPLATE),
+        (torch.bfloat16, True, TEMPLATE),
+        (torch.bfloat16, False, MATH),
+        (torch.float64, True, MATH),
+        (torch.bool, True, MATH),
+    ],
+)
+def test_templates_take_a_bias_of_positions(bias, table, expected):
+    given = ("cuda", torch.bfloat16, 64, 64, bias)
+    assert masked_step_kernel(*given, table=table) is expected
+    assert masked_step_kernel(*given, changes=True, table=table) is expected

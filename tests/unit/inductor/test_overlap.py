@@ -4,7 +4,7 @@ from textwrap import dedent
 
 import pytest
 
-from cpcompile.compile.overlap import Shift, check_overlap, shifts
+from cpcompile.compile.overlap import check_overlap, shifts
 from cpcompile.errors import RingOverlapError
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 
@@ -139,14 +139,22 @@ def test_what_is_wrong_is_named(code, text):
         assert "ring_shift" in lines[10 - 1] and "wait_tensor" in lines[15 - 1]
 
 
-def test_a_message_that_no_step_hides():
-    """Where the rank sees nothing of the chunk, there is no step to wait for."""
+def test_other_messages():
+    # Where the rank sees nothing of the chunk, there is no step to wait for.
     code = module(shift("buf1", KV_0 + NOTHING_TO_HIDE_IT), wait("buf1"))
     (found,) = check_overlap(code)
     assert found.steps == () and found.is_hidden
     # It still has to be waited for.
     with pytest.raises(RingOverlapError, match="is never waited for"):
         check_overlap(module(shift("buf1", KV_0 + NOTHING_TO_HIDE_IT)))
+    code = dedent("""
+        buf0 = torch.ops._c10d_functional.all_reduce_.default(arg0_1, 'sum', '0')
+        torch.ops._c10d_functional.wait_tensor.default(buf0)
+        buf1 = torch.ops._c10d_functional.all_to_all_single.default(buf0, [1], [1], '0')
+        buf2 = buf1[0]
+        torch.ops._c10d_functional.wait_tensor.default(buf2)
+    """)
+    assert check_overlap(code) == ()
 
 
 def test_a_ring():
@@ -165,28 +173,3 @@ def test_a_ring():
     assert [x.where for x in found] == [KV_0, DKDV, KV_1]
     assert [len(x.steps) for x in found] == [1, 1, 1]
     assert found[1].steps == found[2].steps
-
-
-def test_other_collectives_are_not_looked_at():
-    code = dedent("""
-        buf0 = torch.ops._c10d_functional.all_reduce_.default(arg0_1, 'sum', '0')
-        torch.ops._c10d_functional.wait_tensor.default(buf0)
-        buf1 = torch.ops._c10d_functional.all_to_all_single.default(buf0, [1], [1], '0')
-        buf2 = buf1[0]
-        torch.ops._c10d_functional.wait_tensor.default(buf2)
-    """)
-    assert check_overlap(code) == ()
-
-
-@pytest.mark.parametrize(
-    ("waited", "steps", "end", "hidden"),
-    [
-        (5, (4,), "", True),
-        (5, (), "", False),
-        (None, (4,), "", False),
-        (5, (), NOTHING_TO_HIDE_IT, True),
-        (None, (), NOTHING_TO_HIDE_IT, False),
-    ],
-)
-def test_is_hidden(waited, steps, end, hidden):
-    assert Shift(KV_0 + end, 3, waited, steps).is_hidden is hidden

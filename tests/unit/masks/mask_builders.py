@@ -41,11 +41,6 @@ def causal_lowest(q, k):
     return torch.where(j <= i, 0.0, LOWEST)[None, None]
 
 
-def causal_product(q, k):
-    i, j = tokens(q, k)
-    return (1.0 - (j <= i).float()) * LOWEST
-
-
 def causal_aligned_right(q, k):
     i, j = tokens(q, k)
     return j <= i + (k.shape[-2] - q.shape[-2])
@@ -60,10 +55,6 @@ def banded(q, k):
     i, j = torch.arange(q.shape[-2]), torch.arange(k.shape[-2] - 1)
     seen = (i[:, None] >= j) & (i[:, None] - j <= 8)
     return F.pad(seen, (0, 1), value=False)
-
-
-def banded_numbers(q, k):
-    return torch.where(banded(q, k), 0.0, -torch.inf)
 
 
 def shifted(q, k):
@@ -83,11 +74,6 @@ def nothing(q, k):
 def window(q, k, width=8):
     i, j = tokens(q, k)
     return (j > i - width) & (j <= i)
-
-
-def window_of_differences(q, k):
-    i, j = tokens(q, k)
-    return ((i - j) < 8) & ((i - j) >= 0)
 
 
 def both_sides(q, k):

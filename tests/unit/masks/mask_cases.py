@@ -5,8 +5,6 @@ runs the graph before and after on real inputs: what key ranges, segment ids and
 say together has to be the mask.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,6 +135,14 @@ def read(
     compiled(*inputs, **keywords)
     (result,) = found
     return result
+
+
+def check_read(fn: Callable[..., Any], text: str, *inputs: Any, **how: Any) -> Found:
+    """Read the masks of `fn(*inputs)`, of which the first is called so; check them."""
+    found = read(fn, *inputs, **how)
+    assert found.text == text, found.masks
+    check(found, *inputs)
+    return found
 
 
 class Recorder(fx.Interpreter):

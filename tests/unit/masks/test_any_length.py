@@ -1,7 +1,5 @@
 """One reading of a mask serves all lengths, or the graph is compiled per length."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -85,19 +83,13 @@ def test_one_reading_for_all_lengths(builder, data, text):
         check(found, *inputs_of(data, seq))
 
 
-def test_a_table_serves_what_it_is_long_enough_for():
+def test_tables_and_plans():
     found = read(attend(b.static_documents), *inputs_of("", S))
     assert found.text == "equal ids" and "VR[2, 29]" in guards_on(found.ctx.length)
     for seq in (12, 29):
         check(found, *inputs_of("", seq))
-
-
-def test_a_longer_sequence_is_compiled_again():
     found = read(attend(b.causal), *inputs_of("", S))
     assert "VR[2, 131101]" in guards_on(found.ctx.length)
-
-
-def test_a_plan_knows_the_pairs_of_this_length():
     found = read(attend(b.window), *inputs_of("", S))
     (mask,) = found.masks
     work = mask_work(mask, S, S, 2, Layout.CONTIGUOUS)

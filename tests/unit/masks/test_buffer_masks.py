@@ -1,7 +1,5 @@
 """Masks that are buffers: their values are read, or they stay what they are."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -21,15 +19,13 @@ from tests.support.constant_masks import (
     causal,
     token_ids,
 )
-from tests.unit.masks.mask_cases import check, read
+from tests.unit.masks.mask_cases import check, check_read, read
 
 
 @pytest.mark.parametrize("case", READ)
 def test_what_a_buffer_says(case):
     mask, text = READ[case]
-    found = read(Masked(mask), token_ids())
-    assert found.text == text
-    check(found, token_ids())
+    found = check_read(Masked(mask), text, token_ids())
     (node,) = found.ctx.findings.read_by_value
     assert found.ctx.buffers[node].name == "buffer attn_mask"
 
@@ -47,16 +43,13 @@ def test_what_has_no_form_stays_the_buffer(case):
     check(found, token_ids())
 
 
-def test_beside_data():
+def test_buffers_beside_data():
     visible = torch.rand(2, 24) > 0.2
     found = read(Padded(causal(5)), token_ids(), visible)
     assert found.text == "causal, window 5, key padding"
     assert len(found.ctx.findings.read_by_value) == 1
     check(found, token_ids(), visible)
     check(found, token_ids(), ~visible)
-
-
-def test_what_the_program_may_change_is_data():
     found = read(Writing(causal()), token_ids(), torch.tensor(True))
     assert found.text == "dense bool [24, 24]"
     assert not found.ctx.findings.read_by_value

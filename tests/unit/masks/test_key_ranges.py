@@ -1,7 +1,5 @@
 """Intervals of keys: every connective against the pairs themselves."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,12 +1,12 @@
 """What is read of masks, in the many forms in which they are built: it is exact."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tests.unit.masks.mask_builders as b
-from tests.unit.masks.mask_cases import attend, check, operands, read
+from cpcompile.passes.model.masks import unread_masks
+from tests.unit.masks.mask_cases import attend, check, check_read, operands, read
 
 S = 21
 
@@ -48,15 +48,12 @@ STATIC = [
     (b.causal_tril, "is_causal"),
     (b.causal_triu, "is_causal"),
     (b.causal_lowest, "is_causal"),
-    (b.causal_product, "is_causal"),
     (b.causal_aligned_right, "is_causal"),
     (b.everything, "none"),
     (b.banded, "key ranges"),
-    (b.banded_numbers, "key ranges"),
     (b.shifted, "causal, shifted by 1"),
     (b.nothing, "key ranges"),
     (b.window, "causal, window 8"),
-    (b.window_of_differences, "causal, window 8"),
     (b.both_sides, "window of 4 to each side"),
     (b.chunks, "causal, chunks of 8"),
     (b.sinks, "causal, dense bool [21, 21]"),
@@ -96,9 +93,7 @@ FROM_DATA = [
 )
 def test_masks_without_data(builder, name):
     q, k = operands(S)
-    found = read(attend(builder), q, k)
-    assert found.text == name
-    check(found, q, k)
+    check_read(attend(builder), name, q, k)
 
 
 @pytest.mark.parametrize(
@@ -197,3 +192,138 @@ def test_rows_whose_number_no_key_has():
     assert found.text == "equal ids"
     for each in zip(rows, columns, strict=True):
         check(found, q, k, *each)
+
+
+def steps(positions):
+    return torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+
+
+def windowed(documents_of, positions_of=lambda p, o: p):
+    """A window of three positions, within documents."""
+
+    def mask_of(q, k, positions, others):
+        documents = documents_of(positions, others)
+        at = positions_of(positions, others)
+        same = documents[:, None, :, None] == documents[:, None, None, :]
+        i, j = at[:, None, :, None], at[:, None, None, :]
+        return same & (j <= i) & (j > i - 3)
+
+    return attend(mask_of)
+
+
+NEAR = {
+    "steps of 2": windowed(lambda p, o: (steps(p) != 2).cumsum(-1)),
+    "steps down": windowed(lambda p, o: (steps(p) != -1).cumsum(-1)),
+    "equal steps": windowed(lambda p, o: (steps(p) == 1).cumsum(-1)),
+    "larger steps": windowed(lambda p, o: (steps(p) > 1).cumsum(-1)),
+    "a counter of 8 bits": windowed(
+        lambda p, o: (steps(p) != 1).cumsum(-1, dtype=torch.int8).long()
+    ),
+    "steps of others": windowed(lambda p, o: (steps(o) != 1).cumsum(-1)),
+    "positions of others": windowed(
+        lambda p, o: (steps(p) != 1).cumsum(-1), lambda p, o: o
+    ),
+    "doubled positions": windowed(
+        lambda p, o: (steps(p) != 1).cumsum(-1), lambda p, o: 2 * p
+    ),
+    "steps of two": windowed(
+        lambda p, o: (
+            torch.cat([p[:, :2], p], 1)[:, 2:] - torch.cat([p[:, :2], p], 1)[:, :-2]
+            != 1
+        ).cumsum(-1)
+    ),
+    "steps in the batch": windowed(
+        lambda p, o: (torch.diff(p, prepend=p[:1] - 1, dim=0) != 1).cumsum(0)
+    ),
+    "other batch": windowed(lambda p, o: (steps(p) != 1).cumsum(-1).flip(0)),
+}
+EXACT = {
+    "as it is": windowed(lambda p, o: (steps(p) != 1).cumsum(-1)),
+    "moved": windowed(lambda p, o: (steps(p) != 1).cumsum(-1), lambda p, o: p + 7),
+}
+
+
+def data(seed):
+    g = torch.Generator().manual_seed(seed)
+    steps = torch.tensor([1, 1, 1, 2, 2, -1, 0, -5])
+    walks = steps[torch.randint(0, len(steps), (2, 2, S), generator=g)].cumsum(-1)
+    return tuple(walks)
+
+
+@pytest.mark.parametrize("name", [*NEAR, *EXACT])
+def test_what_looks_alike_is_not_taken_for_it(name):
+    q, k = operands(S)
+    found = read((NEAR | EXACT)[name], q, k, *data(0))
+    if name in EXACT:
+        assert found.text == "causal, window 3, same document"
+    else:
+        assert found.masks[0] is not None and found.masks[0].bias is not None
+    for seed in range(12):
+        check(found, q, k, *data(seed))
+
+
+def of_some_rows(q, k):
+    """A causal mask of data: what is made of it is no constant."""
+    return b.causal(q, k) & (q[..., :1] > -9)
+
+
+UNREAD = {
+    "matmul": lambda q, k: (q @ k.transpose(-1, -2)) > 0,
+    "cumsum over pairs": lambda q, k: of_some_rows(q, k).cumsum(-1) > 3,
+    "roll": lambda q, k: of_some_rows(q, k).roll(1, -1),
+    "sort": lambda q, k: b.alibi(q, k).sort(-1).values,
+    "random": lambda q, k: torch.rand(S, S) > 0.5,
+    "merged": lambda q, k: torch.arange(S * S).view(S, S) % 7 > 2,
+    "all of a row": lambda q, k: (
+        of_some_rows(q, k).all(-1, keepdim=True)
+        | b.blocks(q, k, torch.arange(S).expand(2, -1))
+    ),
+    "sums of keys": lambda q, k: (q @ k.mT).sum(-2, keepdim=True),
+    "after attention": lambda q, k: F.scaled_dot_product_attention(q, k, k) @ k.mT > 0,
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("case", UNREAD)
+def test_what_is_computed_for_all_pairs_is_a_bias(case, strict, caplog):
+    q, k = operands(S)
+    found = read(attend(UNREAD[case]), q, k, strict=strict)
+    call, mask = found.calls[-1], found.masks[-1]
+    assert call.unsupported is None
+    assert mask.unread is not None and mask.unread.reason
+    assert mask.text.startswith("dense ")
+    value = call.mask.meta["example_value"]
+    assert mask.unread.bytes == value.nbytes and not mask.unread.is_large
+    assert [r.getMessage() for r in caplog.records if "attn_mask" in r.msg] == []
+    if case != "random":
+        check(found, q, k)
+
+
+def test_what_is_large(monkeypatch):
+    """The least limit counts where a share of the operands is less."""
+    q, k = operands(S)
+    held = 4 * 4 * (2 * 2 * S * 4)  # bytes of q, k, v and the result
+    size = 2 * 2 * S * S  # of a bool mask with heads
+
+    def is_large(least, share):
+        monkeypatch.setattr(unread_masks, "LEAST_LIMIT", least)
+        found = read(attend(UNREAD["matmul"]), q, k, whole_mask_share=share)
+        unread = found.masks[0].unread
+        return unread is None or unread.is_large  # read by rows, where it is large
+
+    assert not is_large(size, 0.0)
+    assert is_large(size - 1, 0.0)
+    assert not is_large(0, size / held)
+    assert is_large(0, (size - 1) / held)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [
+        (torch.ones(S, S + 1, dtype=torch.bool), r"expanded size|broadcast"),
+        (torch.ones(S, S, dtype=torch.int64), "attn_mask dtype"),
+    ],
+)
+def test_a_wrong_mask_is_an_error_of_torch(mask, error):
+    with pytest.raises(Exception, match=error):
+        read(attend(b.given), *operands(S), mask)

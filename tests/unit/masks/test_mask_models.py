@@ -1,7 +1,5 @@
 """Masks of models of transformers, as Dynamo sees them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -30,18 +28,6 @@ def decoder(name: str, **more):
     }
     config = getattr(transformers, f"{name}Config")(**sizes | more)
     return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
-
-
-def bert():
-    config = transformers.BertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        attn_implementation="sdpa",
-    )
-    return transformers.BertForMaskedLM(config)
 
 
 def data(kind: str, seed: int) -> dict[str, torch.Tensor]:
@@ -85,15 +71,6 @@ def test_decoders(name, kind):
     assert found.texts == wanted
     for seed in range(3):
         check(found, **data(kind, seed))
-
-
-def test_bert():
-    logits = forward(bert().eval())
-    found = read(logits, **data(PADDED, 0))
-    assert [mask.text for mask in found.masks] == ["key padding"] * 2
-    assert found.count == 1
-    for seed in range(3):
-        check(found, **data(PADDED, seed))
 
 
 def forward(model):

@@ -1,7 +1,5 @@
 """Programs at random: comparisons, connectives, writes in place, ways to hide."""
 
-from __future__ import annotations
-
 import operator
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a mask leaves, against counts of a dense mask."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

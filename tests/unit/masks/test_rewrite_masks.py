@@ -1,13 +1,12 @@
 """Masks that layers share, dead nodes, regions, writes, long sequences."""
 
-from __future__ import annotations
-
 import resource
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +18,7 @@ from cpcompile.passes.graph.readable import readable
 from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.masks.rewrite_masks import rewrite_masks
 from tests.support.bounds import assert_equal
+from tests.support.position_biases import of_pairs
 from tests.unit.masks.mask_cases import attend, check, operands, read, text_of
 
 S = 21
@@ -85,7 +85,7 @@ def test_what_others_read_stays():
         assert_equal("result", x, y)
 
 
-def test_a_mask_that_is_written_between_two_layers_is_two_masks():
+def test_writes_into_masks_and_inputs():
     def model(q, k):
         mask = b.causal(q, k).clone()
         q = sdpa(q, k, k, attn_mask=mask)
@@ -97,8 +97,6 @@ def test_a_mask_that_is_written_between_two_layers_is_two_masks():
     assert found.texts[1] != "is_causal"
     check(found, *operands(S))
 
-
-def test_a_write_into_an_input_is_not_repeated():
     def mask_of(q, k, attention_mask):
         attention_mask.logical_not_()
         return attention_mask[:, None, None, :].expand(-1, -1, S, -1)
@@ -232,3 +230,33 @@ def test_a_million_tokens(builder, data, name):
     assert text == name
     assert seconds < 20, f"{seconds:.1f} s"
     assert gigabytes < 2, f"{gigabytes:.2f} GiB"
+
+
+def test_a_weight_gets_the_gradient_of_the_model():
+    """A bias from a look-up is the model's, forward and backward."""
+    weight = torch.randn(8, 2, requires_grad=True)
+    grads = []
+
+    def backend(gm, inputs):
+        ctx = Context(mesh=None, axis=0, inputs={}, profile=None)
+        find_attention(gm.graph, ctx)
+        (wanted,) = (call.mask for call in ctx.findings.calls)
+        rewrite_masks(gm.graph, ctx)
+        bias = ctx.findings.masks[ctx.findings.calls[0]].bias
+        (output,) = gm.graph.find_nodes(op="output")
+        output.args = ((bias, wanted),)
+        return fx.Interpreter(gm).run  # code cannot name what its calls hold
+
+    model = attend(b.relative)
+
+    def both_biases(q, k, weight):
+        return model(q, k, weight), weight * 1
+
+    torch._dynamo.reset()
+    fn = torch.compile(both_biases, backend=backend, fullgraph=True, dynamic=False)
+    for x in fn(*operands(S), weight):
+        x = of_pairs(x, S, S)
+        (grad,) = torch.autograd.grad((x * torch.arange(S)).sum(), weight)
+        grads.append(grad)
+    assert_equal("grad of weight", *grads)
+    assert grads[0].abs().max() > 0

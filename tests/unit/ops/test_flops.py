@@ -5,13 +5,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.visibility import NOTHING, Visible
+from cpcompile.geometry.visibility import Visible
 from cpcompile.ops.step.step_arguments import StepChunk
 from tests.support.attention_calls import rest_of_local
 from tests.unit.step.step_cases import BATCH, HEADS, MASKS, SCALE, mask_of
 
 R, K, D, E, G = 11, 9, 8, 6, 2
-STRATEGIES = ["ring", "all_gather"]
 
 ops = torch.ops.cp
 
@@ -35,7 +34,8 @@ def operands(rows, keys):
 
 @pytest.mark.parametrize("kernel", ["aten_flash", "aten_math"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_steps(mask, kernel):
+@pytest.mark.parametrize(("R", "K"), [(11, 9), (0, 0)])
+def test_steps(mask, kernel, R, K):
     visible = MASKS[mask](R, K)
     pairs = int(mask_of(visible, R, K).sum())
     grad, q, k, v = operands(R, K)
@@ -52,15 +52,12 @@ def test_steps(mask, kernel):
         assert counted(operator, *saved, parts, *rest) == pairs * per_pair(*dims)
 
 
-def test_vectors_count_as_no_limit():
+def test_vectors_and_masks_count_as_none():
     q, k, v = (x.to("meta") for x in operands(R, K)[1:])
     upper = torch.ones(R, dtype=torch.int32, device="meta")
     told = StepChunk.plain(SCALE, Visible(keys=(0, 4)), upper).arguments()
     rest = (None, None, *told, True, "triton")
     assert counted(ops.attention_step, q, k, v, *rest) == R * 4 * per_pair(1, 1)
-
-
-def test_a_mask_counts_as_none():
     grad, q, k, v = operands(R, K)
     key_ranges = torch.zeros(1, R, 2, dtype=torch.int32)
     masks = rest_of_local(SCALE, key_ranges=key_ranges)
@@ -72,20 +69,8 @@ def test_a_mask_counts_as_none():
     assert backward == R * K * per_pair(3, 2)
 
 
-@pytest.mark.parametrize("end", ["", "_backward"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_communicates_is_no_computation(strategy, end):
+def test_what_communicates_is_no_computation():
     """Inductor runs what has a formula on one rank alone, to time it."""
-    op = getattr(ops, f"{strategy}_attention{end}")
-    assert op not in flop_registry
-
-
-@pytest.mark.parametrize("end", ["scatter", "gather"])
-def test_an_exchange_is_no_computation(end):
-    assert getattr(ops, f"ulysses_{end}") not in flop_registry
-
-
-def test_no_tokens_cost_nothing():
-    _, q, k, v = operands(0, 0)
-    rest = (None, None, *StepChunk.plain(SCALE, NOTHING).arguments(), True, "aten_math")
-    assert counted(ops.attention_step, q, k, v, *rest) == 0
+    names = [f"{x}_attention" for x in ("ring", "all_gather")]
+    names += [f"{x}_backward" for x in names] + ["ulysses_scatter", "ulysses_gather"]
+    assert not [x for x in names if getattr(ops, x) in flop_registry]

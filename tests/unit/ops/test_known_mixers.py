@@ -63,43 +63,29 @@ def test_the_text_of_a_call_makes_it_again(operands):
     assert call.names == ("x", "gate")
     assert call.result_names == ["return"]
     assert torch.equal(again.run(tensors)[0], running(*operands))
-
-
-def test_the_operator_has_the_results_and_gradients_of_the_function(operands):
-    register()
-    kwargs = {"return_state": True, "power": 2}
-    call, tensors = MixerCall.of(running, operands, kwargs)
-    assert call.results == (True, True)
-    computed = torch.ops.cp.mixer(tensors, str(call))
-    wanted = running(*operands, **kwargs)
-    for one, other in zip(computed, wanted, strict=True):
-        assert torch.equal(one, other)
-    losses = [sum((i + 2) * y.square().sum() for i, y in enumerate(ys))
-              for ys in (computed, wanted)]  # fmt: skip
-    grads = [torch.autograd.grad(x, operands) for x in losses]
-    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
-
-
-def test_only_one_result_has_a_gradient(operands):
-    register()
-    call, tensors = MixerCall.of(running, operands, {"return_state": True})
-    _, state = torch.ops.cp.mixer(tensors, str(call))
-    _, wanted = running(*operands, return_state=True)
-    grads = [torch.autograd.grad(x.square().sum(), operands) for x in (state, wanted)]
-    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
-
-
-def test_the_operator_is_right_in_the_eyes_of_torch(operands):
     register()
     call, tensors = MixerCall.of(running, operands, {})
     torch.library.opcheck(torch.ops.cp.mixer.default, (tensors, str(call)))
-
-
-def test_autocast_is_that_of_the_call():
     with torch.autocast("cpu", torch.bfloat16), stand_ins() as kernels:
         x = torch.randn(1, 4, 4)
         call, _ = MixerCall.of(kernels["causal_conv1d_fn"], (x, x[0]), {})
     assert call.autocast == (("cpu", "bfloat16"),)
+
+
+@pytest.mark.parametrize("read", [slice(2), slice(1, 2)])
+def test_the_operator_has_the_results_and_gradients_of_the_function(operands, read):
+    """read: which of the results a loss reads."""
+    register()
+    kwargs = {"return_state": True, "power": 2}
+    call, tensors = MixerCall.of(running, operands, kwargs)
+    assert call.results == (True, True)
+    results = torch.ops.cp.mixer(tensors, str(call)), running(*operands, **kwargs)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    losses = [sum((i + 2) * y.square().sum() for i, y in enumerate(ys[read]))
+              for ys in results]  # fmt: skip
+    grads = [torch.autograd.grad(x, operands) for x in losses]
+    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +102,8 @@ def test_other_forms_are_not_known(args, why):
         MixerCall.of(running, (torch.ones(1, 2, 3), *args), {})
 
 
-def test_another_shape_than_that_of_few_tokens_is_an_error(operands):
-    """The total has no tokens, whatever is said."""
+def test_results_for_few_tokens_have_other_shapes_and_dtypes(operands):
+    # The total has no tokens, whatever is said.
 
     def total(x, gate):
         return (x * gate).sum(1, keepdim=True)
@@ -126,10 +112,7 @@ def test_another_shape_than_that_of_few_tokens_is_an_error(operands):
     call, tensors = MixerCall.of(total, operands, {})
     with pytest.raises(RuntimeError, match=r"returned \[2, 1, 4\].*needed \[2, 7, 4\]"):
         torch.ops.cp.mixer(tensors, str(call))
-
-
-def test_autocast_may_change_dtypes_with_the_number_of_tokens():
-    """A few tokens are one chunk, and meet no product."""
+    # A few tokens are one chunk, and meet no product.
 
     def mixed(x):
         return x if x.shape[1] < 4 else x @ torch.eye(x.shape[-1])
@@ -173,15 +156,12 @@ def test_states_that_have_no_summary_are_refused(values, rows, columns, problem)
         )
 
 
-def test_true_claims_hold(operands):
+def test_claims_are_checked(operands):
     register()
     report = cp.verify(running, *operands)
     assert report.ok, report
     assert len(report.tried) == 8
-
-
-def test_a_false_claim_names_the_argument_and_the_dimension(operands):
-    """Channels are said to be independent where each reads those before it."""
+    # Channels are said to be independent where each reads those before it.
 
     def along_channels(x, gate):
         return torch.cumsum(x, 2) * gate
@@ -197,8 +177,6 @@ def test_a_false_claim_names_the_argument_and_the_dimension(operands):
     assert false.startswith('argument "x", dimension 2 ("channels")')
     assert f"FALSE: {false}" in str(report)
 
-
-def test_a_state_that_is_not_affine_is_a_false_claim(operands):
     def squared(x, gate, s=None, return_state=False):
         y, state = running(x, gate, s, True)
         return (y, state.square()) if return_state else y
@@ -222,14 +200,27 @@ def test_a_summary_is_the_state_of_any_first_state(operands):
     torch.testing.assert_close(decay * first + part, last, rtol=1e-13, atol=1e-13)
 
 
-def test_a_call_with_a_state_is_not_made_in_parts(operands):
+def test_what_is_made_in_parts(operands):
+    """No call with a first state, none of documents; a last state is not passed on."""
     register()
     first = torch.zeros(2, DIM, dtype=torch.float64)
-    call, _ = MixerCall.of(running, (*operands, first), {})
-    assert not passes_states(call)
+    q, g = torch.randn(1, TOKENS, HEADS, DIM), -torch.rand(1, TOKENS, HEADS)
+    documents = {"cu_seqlens": torch.tensor([0, 3, TOKENS])}
+    with stand_ins() as kernels:
+        rule = kernels["chunk_gated_delta_rule"]
+        for function, args, kwargs, passes in (
+            (running, operands, {}, True),
+            (running, (*operands, None), {}, True),  # None is no state
+            (running, (*operands, first), {}, False),
+            (running, operands, {"return_state": True}, False),
+            (rule, (q, q, q, g, g), {}, True),
+            (rule, (q, q, q, g, g), documents, False),
+        ):
+            assert passes_states(MixerCall.of(function, args, kwargs)[0]) == passes
     register(state=None)
-    call, _ = MixerCall.of(running, operands, {})
-    assert not passes_states(call)
+    assert not passes_states(MixerCall.of(running, operands, {})[0])
+    for function in (str.upper, [].append, functools.partial(print)):
+        assert mixer_of(function) is None  # Dynamo calls methods of builtin types, too
 
 
 @pytest.mark.parametrize(
@@ -254,19 +245,6 @@ def test_known_functions_have_forms_of_which_nothing_is_known(name, shapes, more
             MixerCall.of(function, tensors, dict.fromkeys(more, False))
 
 
-def test_documents_are_not_made_in_parts():
-    with stand_ins() as kernels:
-        q = torch.randn(1, TOKENS, HEADS, DIM)
-        g = -torch.rand(1, TOKENS, HEADS)
-        rule = kernels["chunk_gated_delta_rule"]
-        call, _ = MixerCall.of(rule, (q, q, q, g, g), {})
-        assert passes_states(call)
-        call, _ = MixerCall.of(
-            rule, (q, q, q, g, g), {"cu_seqlens": torch.tensor([0, 3, TOKENS])}
-        )
-        assert not passes_states(call)
-
-
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_convolution_of_documents_stays_a_kernel(by_name):
     """Torch's formula has no documents, however they are given."""
@@ -281,8 +259,8 @@ def test_a_convolution_of_documents_stays_a_kernel(by_name):
         assert MixerCall.of_text(kept[1]).names[-1] == "seq_idx"
 
 
-def test_a_fused_call_of_documents_takes_the_kernels_of_both_packages(monkeypatch):
-    """One of torch would not keep documents apart."""
+def test_which_calls_become_others(monkeypatch):
+    # One of torch would not keep documents apart.
     with stand_ins() as kernels:
         function = kernels["mamba_split_conv1d_scan_combined"]
         args = [torch.ones(1, 5, 2)] + [torch.ones(2, 3)] * 5 + [8]
@@ -293,9 +271,6 @@ def test_a_fused_call_of_documents_takes_the_kernels_of_both_packages(monkeypatc
         assert keep(function, args, documents) is ours
         monkeypatch.delitem(sys.modules, "causal_conv1d")
         assert keep(function, args, documents) is None
-
-
-def test_a_wrapper_of_a_known_function_is_not_that_function():
     with stand_ins() as kernels:
 
         @functools.wraps(kernels["causal_conv1d_fn"])
@@ -320,15 +295,6 @@ def test_a_function_may_be_registered_anew(operands):
         assert torch.equal(computed, scaled(*operands))
 
 
-def test_a_last_state_is_not_passed_on(operands):
-    """All ranks would have its whole gradient."""
-    register()
-    call, _ = MixerCall.of(running, operands, {"return_state": True})
-    assert not passes_states(call)
-    call, _ = MixerCall.of(running, (*operands, None), {})
-    assert passes_states(call)  # None is no state, by position too
-
-
 def test_work_grows_with_the_tokens():
     def products(x):
         return torch.cumsum(x @ x.new_ones(8, 8), 1)
@@ -350,9 +316,3 @@ def test_a_causal_convolution_in_torch(activation):
         causal_convolution(x, weight, bias, activation=activation),
         causal_conv1d_fn(x, weight, bias, activation=activation),
     )
-
-
-@pytest.mark.parametrize("function", [str.upper, [].append, functools.partial(print)])
-def test_functions_of_no_module_are_no_mixers(function):
-    """Dynamo calls methods of builtin types, too."""
-    assert mixer_of(function) is None

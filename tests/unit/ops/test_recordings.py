@@ -84,8 +84,8 @@ def test_work_is_counted_once_where_it_is_done_once():
         assert flops.get_total_flops() == runs_of_forward * forward
 
 
-def test_other_operands_are_not_those_of_the_recording(operands):
-    """As if they had been computed again, or moved and brought back."""
+def test_what_has_no_recording(operands):
+    # As if they had been computed again, or moved and brought back.
     grad, copies, text, token, _ = recorded(operands)
     copies = [x * 2 for x in copies]
     leaves = [x.clone().requires_grad_() for x in copies]
@@ -94,9 +94,6 @@ def test_other_operands_are_not_those_of_the_recording(operands):
     found = backward(grad, copies, text, token)
     assert torch.equal(torch.stack(found), torch.stack(wanted))
     assert len(runs) == 1
-
-
-def test_a_token_that_was_copied_has_no_recording(operands):
     grad, copies, text, token, wanted = recorded(operands)
     copy = token.clone()
     del token

@@ -83,7 +83,7 @@ def error(*args):
     return textwrap.fill(str(caught.value), 80)
 
 
-def test_another_number_of_tokens(mesh):
+def test_other_numbers_of_tokens_and_groups(mesh):
     x = torch.zeros(2, 4, 3)
     assert_expected_inline(
         error(x, 1, 18, "zigzag", "contiguous", group_of(mesh)),
@@ -92,9 +92,20 @@ cp::relayout: got a tensor (2, 4, 3) with 4 tokens on dim 1, of a sequence of 18
 on rank 1 of 4; needed 5 tokens. Pass as many as torch.chunk deals out, or a
 DTensor sharded on that dim""",
     )
+    x = distributed(mesh, (Shard(0), Shard(1)))
+    assert_expected_inline(
+        refusal(x, 1, 4, "contiguous", "fold", group_of(mesh)),
+        """\
+cp::relayout: got length 4 and dim 1 for a DTensor (8, 16, 8); needed its
+dimension of so many tokens. Pass the length of the whole sequence""",
+    )
+    x = distributed(mesh, (Shard(0), Shard(1)))
+    text = refusal(x, 1, 16, "contiguous", "fold", dist.group.WORLD.group_name)
+    assert text.startswith("cp::relayout over group")
+    assert "no axis of" in text
 
 
-def test_an_unknown_layout(one_rank):
+def test_layouts_and_dims_that_are_refused(one_rank):
     x = torch.zeros(2, 4)
     assert_expected_inline(
         error(x, 1, 4, "contiguous", "head_tail", one_rank),
@@ -104,9 +115,6 @@ fold. Pass the value of a Layout""",
     )
     text = error(x.to("meta"), 1, 4, "Zigzag", "fold", one_rank)  # while it is traced
     assert "got layout 'Zigzag'" in text
-
-
-def test_a_dim_out_of_range(one_rank):
     x = torch.zeros(2, 4)
     assert_expected_inline(
         error(x, 2, 4, "contiguous", "fold", one_rank),
@@ -154,11 +162,8 @@ def test_the_rule_shards_the_tokens_on_cp_only(mesh, placements, dim):
     (grad,) = torch.autograd.grad(out, x, out.detach())
     assert grad.placements == (dp, Shard(1))
     assert grad.shape == x.shape
-
-
-def test_tokens_are_not_sharded_on_other_axes(mesh):
-    x = distributed(mesh, (Shard(1), Shard(1)))
-    out = relayout(x, 1, 16, "contiguous", "striped", group_of(mesh))
+    twice = distributed(mesh, (Shard(1), Shard(1)))  # tokens are on cp alone
+    out = relayout(twice, dim, 16, "contiguous", "striped", group_of(mesh))
     assert out.placements == (Replicate(), Shard(1))
 
 
@@ -177,23 +182,6 @@ def refusal(*args):
         relayout(*args)
     assert isinstance(caught.value.__cause__, ValueError)
     return textwrap.fill(str(caught.value.__cause__), 80)
-
-
-def test_the_length_is_that_of_the_dtensor(mesh):
-    x = distributed(mesh, (Shard(0), Shard(1)))
-    assert_expected_inline(
-        refusal(x, 1, 4, "contiguous", "fold", group_of(mesh)),
-        """\
-cp::relayout: got length 4 and dim 1 for a DTensor (8, 16, 8); needed its
-dimension of so many tokens. Pass the length of the whole sequence""",
-    )
-
-
-def test_a_group_that_is_no_axis_of_the_mesh(mesh):
-    x = distributed(mesh, (Shard(0), Shard(1)))
-    text = refusal(x, 1, 16, "contiguous", "fold", dist.group.WORLD.group_name)
-    assert text.startswith("cp::relayout over group")
-    assert "no axis of" in text
 
 
 COUNTS, ORDER = [3, 0, 2, 1], [2, 3, 0, 1]
@@ -223,13 +211,5 @@ def test_moves_runs_and_gradients_back():
     (ours,) = torch.autograd.grad(found, x, grad, create_graph=True)
     (theirs,) = torch.autograd.grad(wanted, x, grad)
     assert torch.equal(ours, theirs)
-
-
-def test_gradients_of_gradients():
     torch.autograd.gradcheck(lambda x: move_runs(x, COUNTS, ORDER), operand())
     torch.autograd.gradgradcheck(lambda x: move_runs(x, COUNTS, ORDER), operand())
-
-
-def test_counts_are_all_tokens():
-    with pytest.raises(RuntimeError, match="split_with_sizes expects"):
-        move_runs(operand(tokens=7), COUNTS, ORDER)

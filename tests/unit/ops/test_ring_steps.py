@@ -1,4 +1,4 @@
-"""The steps of a ring cover what is visible, once, in runs and in every layout."""
+"""The steps of a ring cover what is visible, once, in runs, layouts and masks."""
 
 import pytest
 import torch
@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpcompile.geometry.layout import Chunks, Layout, Runs, TokenLayout
+from cpcompile.ops.step.step_arguments import RingPlace
+from cpcompile.ops.strategies.ring_masks import offsets_needed
 from cpcompile.ops.strategies.ring_schedule import Ring
-from tests.unit.geometry.painting import painted
+from tests.unit.geometry.test_visibility import painted
 
 lengths = st.integers(0, 40)
 BALANCED = (Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD)
@@ -122,3 +124,69 @@ def test_every_rank_has_equal_work(layout):
     ]
     assert sum(pairs) == 64 * 65 // 2
     assert max(pairs) - min(pairs) <= 3 * 16
+
+
+@st.composite
+def tables(draw):
+    ranks = draw(st.integers(1, 8))
+    row = st.lists(st.booleans(), min_size=ranks, max_size=ranks).map(tuple)
+    return draw(st.lists(row, min_size=ranks, max_size=ranks).map(tuple))
+
+
+def masked_rings(needed):
+    runs, offsets = Runs.contiguous(64, len(needed)), offsets_needed(needed)
+    ranks = range(len(needed))
+    return [Ring(runs, runs, False, "", r, "forward", offsets=offsets) for r in ranks]
+
+
+@given(tables())
+def test_chunks_that_are_needed_arrive_once_and_come_home(needed):
+    for rank, ring in enumerate(masked_rings(needed)):
+        sources = [ring.source(step) for step in range(ring.steps)]
+        assert sources[0] == rank
+        assert len(set(sources)) == len(sources)
+        assert {s for s, is_needed in enumerate(needed[rank]) if is_needed} <= {
+            *sources
+        }
+    every = masked_rings(needed)
+    at = list(range(len(needed)))  # by source, the rank that has its chunk
+    for step in range(every[0].steps):
+        for source, rank in enumerate(at):
+            assert every[rank].source(step) == source
+        distance = every[0].offset(step + 1) - every[0].offset(step)
+        at = [(rank + distance) % len(needed) for rank in at]
+    assert at == list(range(len(needed)))
+
+
+def window(ranks, back, ahead):
+    return tuple(
+        tuple(-back <= source - rank <= ahead for source in range(ranks))
+        for rank in range(ranks)
+    )
+
+
+@pytest.mark.parametrize(
+    ("needed", "offsets"),
+    [
+        (window(4, 1, 0), (0, 1)),
+        (window(4, 1, 1), (0, 1, 3)),
+        (window(4, 0, 0), (0,)),
+        (window(4, 4, 0), (0, 1, 2, 3)),
+        (((False,),), (0,)),
+    ],
+)
+def test_the_distances(needed, offsets):
+    assert offsets_needed(needed) == offsets
+
+
+@given(
+    st.integers(0, 99),
+    st.integers(1, 8),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from(Layout),
+)
+def test_a_place_is_told_as_integers(length, ranks, size, pieces, layout):
+    queries, keys = Runs(length, ranks, size, pieces), Runs.contiguous(length, ranks)
+    place = RingPlace(queries, keys, layout, ranks - 1, 0)
+    assert RingPlace.of_list(place.to_list()) == place

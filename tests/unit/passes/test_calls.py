@@ -101,12 +101,20 @@ def test_spellings(spelling):
     assert arguments.items() <= given.items()
 
 
-def test_functions_of_users_have_no_name():
+def test_functions_of_users_and_results_that_are_given():
     @torch._dynamo.allow_in_graph
     def transpose(x, dim0, dim1):
         return x.clone()
 
     assert read(lambda x: transpose(x, 0, 1)) == ("", {})
+
+    def fn(x, y):
+        torch.add(x, x, out=y)
+        return y
+
+    node = last_call(fn, torch.ones(4, 6), torch.ones(4, 6))
+    assert is_in_place(node)
+    assert [n.name for n in written_by(node)] == [node.kwargs["out"].name]
 
 
 def test_sizes_of_a_symbol():
@@ -163,16 +171,6 @@ def test_writes(name):
     node = last_call(WRITES[name], torch.ones(4, 6), torch.ones(4, 6))
     assert is_in_place(node)
     assert written_by(node) == [node.args[0]]
-
-
-def test_out():
-    def fn(x, y):
-        torch.add(x, x, out=y)
-        return y
-
-    node = last_call(fn, torch.ones(4, 6), torch.ones(4, 6))
-    assert is_in_place(node)
-    assert [n.name for n in written_by(node)] == [node.kwargs["out"].name]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from cpcompile.errors import RewriteError
 from cpcompile.passes.model.attention.choose_strategy import _only
 from cpcompile.passes.model.attention.strategy_guard import LONGEST_TOKENS, region
 from tests.unit.cost.cost_cases import NO_COMPUTATION, workload
-from tests.unit.cost.test_latents import CALL as OF_LATENTS
+from tests.unit.cost.test_cost_masks import CALL as OF_LATENTS
 
 CALL = replace(
     workload(heads=8, kv_heads=8, causal=True, direction=Direction.BOTH),
@@ -55,15 +55,12 @@ def test_the_border_is_found(borders, expected):
     assert max(w.q_len for w in questions) <= LONGEST_TOKENS
 
 
-def test_keys_of_another_length_stay():
+def test_what_stays_and_what_ends_the_region():
     decide, questions = decide_by(1000)
     plan = decide(replace(CALL, kv_len=100))
     assert region(plan, decide, True, False) == (1000, None)
     assert {w.kv_len for w in questions} == {100}
-
-
-def test_what_is_impossible_ends_the_region():
-    """As where a forced strategy needs more memory than there is."""
+    # As where a forced strategy needs more memory than there is.
     decide, _ = decide_by()
 
     def within_memory(workload):

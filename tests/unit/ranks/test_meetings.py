@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from textwrap import fill
@@ -13,8 +15,9 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 
 from cpcompile.errors import RankMismatchError
-from cpcompile.ranks import agreement, meetings
+from cpcompile.ranks import agreement, heartbeat, meetings
 from cpcompile.ranks.agreement import Message, exchange
+from cpcompile.ranks.heartbeat import _started, announce, watch
 from cpcompile.ranks.meetings import Meetings
 from tests.unit.ranks.talking_ranks import Ended, Group
 
@@ -43,11 +46,6 @@ def together(talk):
         return talk(each, range(len(ranks)), seconds=seconds, name="g")
 
     return run
-
-
-def test_equal_actions_meet(together):
-    actions = [f"runs f, call {n}" for n in range(50)]
-    assert together(*[does(*actions)] * 3) == [""] * 3
 
 
 def test_ranks_that_do_something_else_all_raise_one_text(together):
@@ -104,19 +102,6 @@ def test_texts_that_differ_wait_for_a_rank_that_is_late(together, monkeypatch):
     assert together(come, come, come) == ["0,1,2"] * 3
 
 
-def test_after_a_difference_ranks_can_meet_again(together):
-    def rank(number):
-        def run(steps):
-            with pytest.raises(RankMismatchError):
-                steps.meet(f"runs {number}")
-            for n in range(6):
-                steps.meet(f"runs together {n}")
-
-        return run
-
-    assert together(rank(0), rank(1)) == [""] * 2
-
-
 def test_the_store_does_not_grow():
     store = dist.HashStore()
     steps = Meetings(store, "g", 0, 1, 1.0, lambda: lambda missing: {})
@@ -130,11 +115,6 @@ def test_the_store_does_not_grow():
 def messages(group, seconds=20.0):
     mine = Message(f"message of {group.rank()}")
     return [m.text for m in exchange(group, mine, seconds, "compiles forward")]
-
-
-def test_all_ranks_hear_all_messages(talk):
-    expected = [f"message of {rank}" for rank in range(3)]
-    assert talk(messages, range(3)) == [expected] * 3
 
 
 def test_a_rank_that_does_not_come(talk):
@@ -152,19 +132,16 @@ nothing yet""",
     assert "after 0.2 s rank 1 does not" in str(late)
 
 
-def test_a_rank_that_does_not_come_to_a_call(together):
+def test_ranks_that_do_not_come(together, talk):
     texts = together(does("runs f", "runs g"), does("runs f"), seconds=0.3)
     assert texts[1] == ""
     assert "runs g, and after 0.3 s rank 1 does not; needed" in texts[0]
     assert texts[0].endswith("at last rank 1 runs f")
-
-
-def test_many_ranks_that_do_not_come(talk):
     (error,) = talk(lambda group: messages(group, 0.2), [0], size=16)
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 7 more do not" in str(error)
 
 
-def test_a_rank_that_is_gone_is_named_at_once(talk):
+def test_a_rank_that_is_gone(talk):
     Ended.ranks[1] = "its process 7 on this host has ended"
     start = time.monotonic()
     (error,) = talk(messages, [0], size=2, name="gone")
@@ -173,9 +150,6 @@ def test_a_rank_that_is_gone_is_named_at_once(talk):
         "rank 0 of group 'gone' compiles forward, and rank 1 is gone: "
         "its process 7 on this host has ended; needed the same calls on every rank"
     )
-
-
-def test_the_message_of_a_rank_that_is_gone_counts(talk):
     Ended.ranks[1] = "its process 7 on this host has ended"
 
     def each(group):
@@ -233,3 +207,74 @@ def test_a_dead_store_is_said_as_such():
         "): the process that holds it, rank 0 or the launcher, has ended or cannot be "
         "reached"
     )
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """The store that ranks write to; ranks of the group are those of the world."""
+    found = dist.HashStore()
+    monkeypatch.setattr(heartbeat, "get_default_store", lambda: found)
+    monkeypatch.setattr(heartbeat.dist, "get_global_rank", lambda group, rank: rank)
+    return dist.PrefixStore("cpcompile/heartbeat", found)
+
+
+def test_what_was_written_of_a_process_counts(store):
+    assert watch(None)([0, 1]) == {}
+    store.set("1", f"{heartbeat._host()} {os.getpid()} 1 0")
+    assert list(watch(None)([1])) == [1]
+
+
+def test_a_process_of_this_host(store):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = _started(process.pid)
+    assert started
+    store.set("1", f"{heartbeat._host()} {process.pid} {started} 0")
+    store.set("2", f"{heartbeat._here()} 0")
+    gone = watch(None)
+    assert gone([1, 2]) == {}
+    process.kill()
+    while _started(process.pid):  # it ends soon, and stays a zombie until it is read
+        time.sleep(0.01)
+    why = f"its process {process.pid} on this host has ended"
+    assert gone([1, 2]) == {1: why}
+    process.wait()
+    assert gone([1, 2]) == {1: why}
+
+
+def test_a_silent_rank_of_another_host(store, monkeypatch):
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.05)
+    gone = watch(None)
+    for beat in range(3):
+        store.set("1", f"elsewhere/pid 7 99 {beat}")
+        time.sleep(0.06)
+        assert gone([1]) == {}
+    time.sleep(0.06)
+    assert gone([1]) == {1: "it gave no sign of life for 0.05 s"}
+
+
+def beating():
+    return [t for t in threading.enumerate() if t.name == "cpcompile heartbeat"]
+
+
+def test_a_rank_gives_signs_until_its_group_ends(monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+    for name in "first", "second":
+        shared = dist.HashStore()
+        dist.init_process_group("gloo", store=shared, rank=0, world_size=1)
+        try:
+            announce()
+            announce()
+            (thread,) = beating()
+            shown = dist.PrefixStore(
+                "cpcompile/heartbeat", heartbeat.get_default_store()
+            )
+            signs = set()
+            end = time.monotonic() + 10
+            while len(signs) < 3 and time.monotonic() < end:
+                signs.add(shown.get("0").decode())
+            assert len(signs) >= 3, name
+            assert {sign.rpartition(" ")[0] for sign in signs} == {heartbeat._here()}
+        finally:
+            dist.destroy_process_group()
+        thread.join(10)
+        assert not beating()

@@ -1,7 +1,6 @@
 """Pictures of plans: timelines end when the cost model says, crossovers are exact."""
 
 import re
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -131,7 +130,16 @@ def test_contiguous_ranks_compute_the_blocks_that_they_see():
     assert seconds(rows[0], Activity.IDLE) > 0.5 * gather.seconds
 
 
-def test_a_ring_inside_of_ulysses_is_nearly_balanced():
+def test_which_ranks_and_strategies_are_drawn():
+    plan = a_plan(ranks=256, layout="contiguous", direction="forward")
+    form = Candidate(Strategy.RING, CPDegrees(1, 256))
+    ring = predict(form, plan.workload, FAST, float("inf"))
+    shown = timeline(ring, plan.workload, FAST, rows=5)
+    assert [*shown.rows] == [0, 64, 128, 191, 255]
+    assert shown.seconds == pytest.approx(ring.seconds, rel=1e-9)
+    plans = a_plan(latent_dim=96), a_plan(**ONE_TOKEN)
+    drawn = {c.strategy for plan in plans for c in plan.candidates if c.seconds}
+    assert drawn == set(Strategy)
     plan = a_plan(layout="contiguous", direction="forward")
     degrees = CPDegrees(4, 2, "ring")
     hybrid = next(c for c in plan.candidates if c.degrees == degrees)
@@ -139,21 +147,6 @@ def test_a_ring_inside_of_ulysses_is_nearly_balanced():
     first, last = (seconds(rows[i], Activity.COMPUTE) for i in (0, 1))
     # Of 16 pairs of runs in the second step rank 0 sees 6 where rank 1 sees 10.
     assert 0.7 < first / last < 0.85
-
-
-def test_many_ranks_are_shown_from_the_first_to_the_last():
-    plan = a_plan(ranks=256, layout="contiguous", direction="forward")
-    form = Candidate(Strategy.RING, CPDegrees(1, 256))
-    ring = predict(form, plan.workload, FAST, float("inf"))
-    shown = timeline(ring, plan.workload, FAST, rows=5)
-    assert [*shown.rows] == [0, 64, 128, 191, 255]
-    assert shown.seconds == pytest.approx(ring.seconds, rel=1e-9)
-
-
-def test_every_strategy_is_drawn():
-    plans = a_plan(latent_dim=96), a_plan(**ONE_TOKEN)
-    drawn = {c.strategy for plan in plans for c in plan.candidates if c.seconds}
-    assert drawn == set(Strategy)
 
 
 LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG, Layout.STRIPED)
@@ -165,7 +158,7 @@ def call():
     return a_plan(heads=32, kv_heads=8).workload
 
 
-def test_time_and_crossovers_over_the_length(call):
+def test_time_and_crossovers(call):
     curves = over_length(call, DECIDE)
     assert call.q_len in curves.sizes and curves.crossings
     for i, size in enumerate(curves.sizes):
@@ -175,9 +168,6 @@ def test_time_and_crossovers_over_the_length(call):
     for size, label in curves.crossings.items():
         assert DECIDE(with_length(call, size)).chosen.label == label
         assert DECIDE(with_length(call, size - 1)).chosen.label != label
-
-
-def test_time_and_crossovers_over_ranks(call):
     curves = over_ranks(call, DECIDE)
     assert curves.sizes == tuple(2**i for i in range(7))
     labels = [DECIDE(replace(call, ranks=n)).chosen.label for n in curves.sizes]
@@ -188,9 +178,6 @@ def test_time_and_crossovers_over_ranks(call):
     }
     odd = over_ranks(replace(call, ranks=24), DECIDE)
     assert odd.sizes == (1, 2, 4, 8, 16, 24, 32, 64)
-
-
-def test_what_is_excluded_leaves_a_gap(call):
     curves = over_length(call, partial(DECIDE, memory_budget=2**20))
     assert all(np.isnan(times[-1]) for times in curves.milliseconds.values())
 
@@ -235,12 +222,3 @@ def test_a_picture_has_all_panels_with_units(tmp_path, changes, rings):
 def test_formats(tmp_path, ending, begins):
     draw(tmp_path / f"a.{ending}", {"one": a_plan(ranks=1), "two": a_plan(ranks=2)})
     assert (tmp_path / f"a.{ending}").read_bytes().startswith(begins)
-
-
-def test_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError) as caught:
-        draw(tmp_path / "a.svg", {"a call": a_plan()})
-    assert (
-        str(caught.value) == 'pictures need matplotlib: pip install "cpcompile[plot]"'
-    )

@@ -27,6 +27,9 @@ def test_a_trace_has_a_process_per_rank():
     assert len({x["pid"] for x in spans}) == 2 and len({x["ts"] for x in spans}) == 1
     arrows = [x["id"] for x in events if x["ph"] == "s"]
     assert arrows and len(arrows) == len(set(arrows))
+    table = own_times(recorded())
+    assert "cp: keys and values" in table
+    assert "my own name" not in table and "aten::mm" not in table
 
 
 def test_clocks_of_other_hosts_are_brought_to_the_first():
@@ -38,9 +41,3 @@ def test_clocks_of_other_hosts_are_brought_to_the_first():
     )
     assert first == second
     assert (third, fourth) == (first - 5000, first - 5000)
-
-
-def test_the_table_has_names_of_cpcompile_alone():
-    table = own_times(recorded())
-    assert "cp: keys and values" in table
-    assert "my own name" not in table and "aten::mm" not in table

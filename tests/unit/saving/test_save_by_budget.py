@@ -1,5 +1,6 @@
-"""What a forward saves under a budget: bytes, gradients, and what stays saved."""
+"""What a forward saves under a budget, and of buffers before they are written."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,12 @@ import torch._functorch.config as functorch_config
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
 from cpcompile.errors import OptionError
+from cpcompile.passes.joint.save_before_writes import save_before_writes
 from cpcompile.passes.joint.saving import save_by_budget as save_by_budget_module
 from cpcompile.passes.joint.saving.kept_values import (
     break_down,
@@ -175,13 +178,21 @@ def without_a_budget():
     return compiled
 
 
-def test_bytes_and_fractions_mean_the_same():
+def test_bytes_and_choices():
     model, tokens = stack()
     share = Compiled(model, 0.5)
     share.step(tokens)
     size = Compiled(model, int(share.saved.fastest * 0.5))
     size.step(tokens)
     assert size.saved == share.saved
+    model, tokens = stack()
+    alone = Compiled(model, 1.0)
+    alone.step(tokens)
+    other = "[0, 3, 32]"
+    together = Compiled(model, 1.0, lambda text: [text, other])
+    together.step(tokens)
+    assert together.saved.size < alone.saved.size
+    assert max(Choice(), Choice(0, 3, 2), Choice(1, 3, 32), Choice(0, 3, 32)).again == 1
 
 
 def least():
@@ -246,17 +257,6 @@ def test_regions_of_the_user_are_computed_again_as_before():
     check_gradients(model, exact)
 
 
-def test_ranks_take_the_choice_of_the_one_that_saves_least():
-    model, tokens = stack()
-    alone = Compiled(model, 1.0)
-    alone.step(tokens)
-    other = "[0, 3, 32]"
-    together = Compiled(model, 1.0, lambda text: [text, other])
-    together.step(tokens)
-    assert together.saved.size < alone.saved.size
-    assert max(Choice(), Choice(0, 3, 2), Choice(1, 3, 32), Choice(0, 3, 32)).again == 1
-
-
 @pytest.mark.parametrize("given", [None, 0.5])
 def test_what_is_saved_moves_to_the_host(given, monkeypatch):
     """As on an accelerator: torch copies what is marked, here from CPU to CPU."""
@@ -271,7 +271,7 @@ def test_what_is_saved_moves_to_the_host(given, monkeypatch):
     check_gradients(model, exact)
 
 
-def test_kinds_of_saved_values():
+def test_the_report_of_what_is_saved():
     compiled = without_a_budget()
     graph = compiled.forward.graph
     results = [x for x in graph.output_node().args[0] if x is not None]
@@ -281,11 +281,107 @@ def test_kinds_of_saved_values():
     assert all(maker(x).target is ATTENTION for x in of_attention)
     text = break_down(sizes)
     assert "MiB of attention and its messages" in text and "of other values" in text
-
-
-def test_the_report_names_products():
     model, tokens = stack()
     compiled = Compiled(model, 0.4)
     compiled.step(tokens)
     text = str(replace(compiled.saved))
     assert "budget" in text and "addmm" in text and "cheap calls" in text
+
+
+SIZE = 4
+
+
+def mean(y, buffer):
+    with torch.no_grad():
+        buffer.mul_(0.9).add_(y.abs().mean(0), alpha=0.1)
+    return (y / buffer).square()
+
+
+def by_lerp(y, buffer):
+    with torch.no_grad():
+        buffer.lerp_(y.detach().abs().mean(0), 0.1)
+    return (y / buffer).square()
+
+
+def counted(y, buffer):
+    buffer += 1
+    return y.square() / buffer
+
+
+def part(y, buffer):
+    first = buffer.view(2, 2)[0]
+    scale = first.exp().sum()
+    buffer.add_(1)
+    return y * scale
+
+
+def largest(y, buffer):
+    values, _ = buffer.max(0)
+    buffer.add_(1)
+    return y * values.square()
+
+
+FORWARDS = {f.__name__: f for f in (mean, by_lerp, counted, part, largest)}
+
+
+class Buffered(nn.Module):
+    """What is computed of a linear layer and of a buffer that it writes."""
+
+    buffer: torch.Tensor
+
+    def __init__(self, name):
+        super().__init__()
+        self.linear, self.name = nn.Linear(SIZE, SIZE), name
+        self.register_buffer("buffer", torch.linspace(1, 2, SIZE))
+
+    def forward(self, x):
+        return FORWARDS[self.name](self.linear(x), self.buffer).sum()
+
+
+def step(call, model, x):
+    for _ in "12":
+        call(x).backward()
+    return [model.linear.weight.grad, model.linear.bias.grad, model.buffer]
+
+
+def compiled_with_writes(model):
+    """The model by aot_eager with the pass, and how many values it saved."""
+    counts = []
+
+    def partition(joint, *args, **kwargs):
+        counts.append(save_before_writes(joint.graph, None))
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    backend = aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend), counts
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_gradients_are_those_of_eager(name):
+    torch.manual_seed(0)
+    model, x = Buffered(name), torch.randn(3, SIZE)
+    other = copy.deepcopy(model)
+    call, counts = compiled_with_writes(other)
+    for got, wanted in zip(step(call, other, x), step(model, model, x), strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert counts[0] > 0
+
+
+def test_what_the_backward_does_not_need_is_not_saved():
+    class Watched(Buffered):
+        def forward(self, x):
+            y = self.linear(x)
+            with torch.no_grad():
+                self.buffer.lerp_(y.mean(0), 0.1)
+            return y.square().sum()
+
+    model = Watched("")
+    call, counts = compiled_with_writes(model)
+    step(call, model, torch.randn(3, SIZE))
+    assert counts == [0]

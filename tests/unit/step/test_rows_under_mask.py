@@ -5,9 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cpcompile import config
-from cpcompile.geometry.blocks import Block
-from cpcompile.kernels import choice
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.step import row_gradients, rows_under_mask
 from cpcompile.ops.step.kernel_choice import masked_kernel
@@ -207,40 +204,6 @@ def test_a_bias_of_more_digits_keeps_them():
     # Sums are float32, and rounded once.
     limit = torch.finfo(torch.bfloat16).eps * largest(expected)
     check([deviation("out", out, expected, limit=limit)])
-
-
-@pytest.mark.parametrize("bias", [None, torch.float32, torch.bool])
-def test_which_kernel(bias):
-    q, _, v = make_operands(torch.float32, 4)
-    mask = None if bias is None else torch.zeros(1, 1, 6, 6, dtype=bias)
-    assert masked_kernel(q, v, mask) is StepKernel.FLASH
-    assert masked_kernel(q.double(), v.double(), None) is StepKernel.MATH
-    with config.patch(step_kernel="aten_math"):
-        assert masked_kernel(q, v, mask) is StepKernel.MATH
-
-
-def test_which_kernel_changes_scores(monkeypatch):
-    """aten's flash attention knows no softcap and no dropout; the templates do."""
-    monkeypatch.setattr(choice, "_has_triton", lambda: True)
-    q, _, v = make_operands(torch.float32, 4)
-    assert masked_kernel(q, v, None, True) is StepKernel.MATH
-    with config.patch(step_kernel="triton"):
-        assert masked_kernel(q, v, None, True) is StepKernel.TEMPLATE
-        assert masked_kernel(q, v, torch.zeros(1), True) is StepKernel.MATH
-        assert masked_kernel(q.double(), v.double(), None, True) is StepKernel.MATH
-
-
-def test_blocks_without_limits_have_no_mask():
-    part = Block(0, 2, 0, 3)
-    key_ranges = torch.tensor([[[0, 3]] * 2])
-    ranges = rows_under_mask.KeyRanges.of(
-        key_ranges, None, None, 2, 3, key_ranges.device
-    )
-    bounds = (ranges.lower, ranges.upper, None, None)
-    assert RowMask(*bounds, None).of_block(part, torch.float32) is None
-    bias = torch.randn(1, 4, 2, 3)
-    mask = RowMask(*bounds, bias).of_block(part, torch.float32)
-    assert torch.equal(mask, bias)
 
 
 def test_causal_documents_need_no_mask(monkeypatch):

@@ -92,13 +92,10 @@ def test_tiles_of_any_length(tile):
     assert bool(compiled.tiling.found) == (tile < TOKENS)
 
 
-def test_the_largest_tile_within_a_number_of_bytes_is_taken():
+def test_how_much_runs_in_tiles():
     compiled = both_ways(plain, True, None, tile_bytes=2**19)
     (found,) = compiled.tiling.found
     assert found.tile == 64 and found.untiled > 2**19 >= found.tiled
-
-
-def test_regions_that_compute_twice_are_left_unless_asked_for():
     found = both_ways(both, True, recompute=False).tiling.found
     assert [x.gradients_at_once for x in found] == [True]
 

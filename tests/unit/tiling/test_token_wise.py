@@ -153,7 +153,7 @@ def outer_splits(x, dim):
 
 
 @NAMED
-def test_from_the_result_to_the_operands(name):
+def test_from_results_to_operands_and_back(name):
     node, values = traced(name)
     op, _, possible = CALLS[name]
     torch.manual_seed(0)
@@ -166,10 +166,6 @@ def test_from_the_result_to_the_operands(name):
                 check_tiles(node, values, axis, operands, n, whole)
                 found.add(dim)
     assert len(found) == (possible[0] if isinstance(possible, tuple) else possible)
-
-
-@NAMED
-def test_from_an_operand_to_the_result(name):
     node, values = traced(name)
     op, _, possible = CALLS[name]
     torch.manual_seed(0)

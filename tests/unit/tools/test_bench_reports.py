@@ -1,19 +1,15 @@
-"""`python -m tools.bench`: its commands, and tables of made-up times."""
-
-from __future__ import annotations
-
-import textwrap
+"""`python -m tools.bench`: its commands, tables and shares of made-up times."""
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
 from tools.bench.__main__ import MODULES, main
-from tools.bench.layouts.report import markdown
 from tools.bench.operands import exact, make_whole
 from tools.bench.peers import documents
 from tools.bench.peers.documents import Mask
-from tools.bench.peers.report import left_out, targets
+from tools.bench.peers.report import targets
+from tools.bench.step.shares import WHOLE, Call, shares
 
 TOKENS = 64
 
@@ -51,14 +47,6 @@ def test_targets_are_of_two_ranks_and_of_what_is_chosen():
     )
 
 
-def test_a_reason_is_one_line_for_all_cases():
-    rows = [row("torch_ring", 0.0, dtype=x, reason="no mask") for x in ("a", "b")]
-    rows.append(row("torch_ring", 0.0, dtype="a", ranks=4, reason="no mask"))
-    assert left_out(rows)[2:] == [
-        "| torch_ring | 2, 4 | a, causal; b, causal | no mask |"
-    ]
-
-
 def test_documents_are_seen_as_they_are_attended():
     """Three ways to say what a query sees: a dense mask, ranges, and separate calls."""
     whole = make_whole(TOKENS)
@@ -88,62 +76,31 @@ def test_every_command_has_options_and_is_in_the_help(name, capsys):
     assert printed[1].startswith(f"usage: python -m tools.bench {name} ")
 
 
-def rounds(layout, *walls, busy):
-    """Rounds of two ranks; the backward takes twice as long as the forward."""
-    return [
-        {"layout": layout, "wall": [x, 2 * x], "busy": [[b, 2 * b] for b in busy]}
-        for x in walls
-    ]
+def call(name, start, end):
+    """Times in seconds."""
+    return Call(name, int(start * 1e9), int((end - start) * 1e9))
 
 
-@pytest.fixture
-def text() -> str:
-    rows = [
-        *rounds("contiguous", 3.0, 4.0, 9.0, busy=(1.0, 3.0)),
-        *rounds("zigzag", 2.0, 2.0, 9.0, busy=(2.0, 2.0)),
-        *rounds("striped", 3.0, 3.0, 1.0, busy=(2.0, 2.5)),
-    ]
-    setup = dict.fromkeys(("torch", "python", "processor", "date", "shape"), "?")
-    setup |= {"ranks": 2, "tokens": 64, "cores": 2, "reps": 3}
-    setup["load_average"] = [0.1, 2.0]
-    return markdown({"setup": setup, "alone": rows, "shared": rows})
-
-
-def test_tables(text):
-    lines = text.splitlines()
-    start = lines.index("## Ranks of their own") + 4
-    assert_expected_inline(
-        "\n".join(lines[start : start + 8]),
-        """\
-| layout | pass | busy, ms | max / min | wall, ms | / contiguous |
-| --- | --- | --- | --- | --- | --- |
-| contiguous | forward | 1000 3000 | 3.00 | 4000 | 1.00 |
-| contiguous | both | 3000 9000 | 3.00 | 12000 | 1.00 |
-| zigzag | forward | 2000 2000 | 1.00 | 2000 | 0.50 |
-| zigzag | both | 6000 6000 | 1.00 | 6000 | 0.50 |
-| striped | forward | 2000 2500 | 1.25 | 3000 | 0.75 |
-| striped | both | 6000 7500 | 1.25 | 9000 | 0.75 |""",
+def test_a_moment_belongs_to_the_innermost_known_call():
+    found = shares(
+        [
+            call("before the step", 0, 1),
+            call(WHOLE, 1, 12),
+            call("cp::ring_attention", 2, 5),
+            call("cp::ring_wait", 3, 4),
+            call("aten::mm", 4, 4.5),  # of attention
+            call("aten::addmm", 5, 6),
+            call("aten::empty", 5.2, 5.4),
+            call("_c10d_functional::wait_tensor", 6, 8),
+            call("Optimizer.step#AdamW.step", 9, 11),
+            call("aten::mul", 9, 10),
+        ]
     )
-    start = lines.index("## Against the targets") + 2
-    assert_expected_inline(
-        textwrap.fill(lines[start], 80),
-        """\
-Of ranks of their own. Equal work would take 0.67 of the time of the contiguous
-layout. A triangular step took 0.50 of the time of a rectangular one in the
-forward; striped has triangular ones only, so that the kernel lets it come down
-to 0.67.""",
-    )
-    assert_expected_inline(
-        "\n".join(lines[start + 2 :]),
-        """\
-| layout | pass | ratio | target | got | verdict |
-| --- | --- | --- | --- | --- | --- |
-| zigzag | forward | wall / contiguous | <= 0.65 | 0.50 | met |
-| zigzag | forward | busy, max / min | <= 1.15 | 1.00 | met |
-| zigzag | both | wall / contiguous | <= 0.65 | 0.50 | met |
-| zigzag | both | busy, max / min | <= 1.15 | 1.00 | met |
-| striped | forward | wall / contiguous | <= 0.65 | 0.75 | missed by 15.4% |
-| striped | forward | busy, max / min | <= 1.15 | 1.25 | missed by 8.7% |
-| striped | both | wall / contiguous | <= 0.65 | 0.75 | missed by 15.4% |
-| striped | both | busy, max / min | <= 1.15 | 1.25 | missed by 8.7% |""",
-    )
+    assert found == {
+        "attention": 2,
+        "matrix products": 1,
+        "other token-wise work": 3,
+        "optimizer": 2,
+        "gradient reduction": 2,
+        "waits for messages": 1,
+    }

@@ -20,7 +20,7 @@ EXACT = torch.tensor([1.0, 2.0], dtype=torch.float64)
 EPS, EPS_64 = (torch.finfo(x).eps for x in (torch.float32, torch.float64))
 
 
-def test_the_bound_grows_with_the_error_of_the_rough_result():
+def test_bounds():
     rough = EXACT.float()
     assert bound(EXACT, rough) == TIMES * 2 * EPS
     assert bound(EXACT, rough, floor=5.0) == TIMES * 5 * EPS
@@ -29,6 +29,13 @@ def test_the_bound_grows_with_the_error_of_the_rough_result():
     assert bound(EXACT) == bound(EXACT, EXACT) == ROUNDINGS * EPS_64 * 2
     other = EXACT + 1e-6 * torch.ones_like(EXACT)
     assert bound(EXACT, other) == pytest.approx(bound(EXACT) + TIMES * 1e-6)
+    exact = {"out": EXACT, "grad of x": EXACT, "grad of y": EXACT * 0}
+    found = deviations(exact, exact)
+    roundings = ROUNDINGS * EPS_64
+    largest = roundings * OPERAND_SCALE * 2
+    assert [x.bound for x in found] == [roundings * 2, largest, largest]
+    with pytest.raises(AssertionError, match=r"\['grad of x'\] are on one side only"):
+        deviations({k: v for k, v in exact.items() if k != "grad of x"}, exact)
 
 
 @pytest.mark.parametrize(
@@ -51,16 +58,6 @@ def test_a_message_has_the_name_the_error_and_the_bound(call, text):
     assert_close("out", EXACT.float(), EXACT, EXACT.float())
     with pytest.raises(AssertionError, match=text):
         call()
-
-
-def test_small_gradients_have_the_roundings_of_the_largest():
-    exact = {"out": EXACT, "grad of x": EXACT, "grad of y": EXACT * 0}
-    found = deviations(exact, exact)
-    roundings = ROUNDINGS * EPS_64
-    largest = roundings * OPERAND_SCALE * 2
-    assert [x.bound for x in found] == [roundings * 2, largest, largest]
-    with pytest.raises(AssertionError, match=r"\['grad of x'\] are on one side only"):
-        deviations({k: v for k, v in exact.items() if k != "grad of x"}, exact)
 
 
 def test_a_step_in_one_process():

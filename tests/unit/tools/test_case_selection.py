@@ -1,8 +1,11 @@
-"""Which tests a run without names takes, and what it knows of their durations."""
+"""Which tests a run without names takes, and pairwise cases."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests import case_selection, conftest
 from tests.case_selection import (
@@ -17,6 +20,13 @@ from tests.case_selection import (
     selected,
     split,
     summary,
+)
+from tests.support.pairwise import (
+    SEED,
+    all_pairs,
+    covered_pairs,
+    pairwise,
+    selected_cases,
 )
 from tools import durations as recording
 
@@ -35,6 +45,9 @@ def test_what_covers_most_per_second_comes_first():
     covered = known(A=[1, 1, {}, 400], B=[0.9, 1, {}, 20], C=[1.5, 1, {}, 300])
     assert by_value([A, B, C], covered, {}) == [A, C, B]
     assert by_value([A, B, C], known(A=[9, 1, {}], C=[1, 1, {}]), {}) == [B, C, A]
+    times = known(A=[1, 1, {}], B=[1, 1, {}], C=[2, 1, {}])
+    assert lane([A, B, C], times, "1/2") == {C}
+    assert lane([A, B, C], times, "2/2") == {A, B}
 
 
 @pytest.mark.parametrize(
@@ -47,9 +60,12 @@ def test_cases_are_spread_after_those_that_guard(first, order):
     assert "".join(split(x)[1] for x in chosen) == order
 
 
-def test_a_guard_without_a_case_is_refused():
+def test_guards():
     with pytest.raises(ValueError, match=r"guards.txt: got '.*\[x\]'; needed the id"):
         by_value([f"{A}[y]"], Durations(), {A: [f"{A}[x]"]})
+    for function in guards():
+        file, _, name = function.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), function
 
 
 def test_the_budget_is_spent_on_what_fits():
@@ -79,12 +95,6 @@ def test_parts_are_disjoint_and_take_equally_long(n):
     assert max(taken) - min(taken) <= 2 * 0.8
     with pytest.raises(ValueError, match="1 <= K <= N"):
         part(seconds, f"{n + 1}/{n}")
-
-
-def test_lanes_keep_files_whole_and_processes_together():
-    times = known(A=[1, 1, {}], B=[1, 1, {}], C=[2, 1, {}])
-    assert lane([A, B, C], times, "1/2") == {C}
-    assert lane([A, B, C], times, "2/2") == {A, B}
 
 
 def test_a_new_test_runs_and_is_named():
@@ -118,12 +128,6 @@ def test_named_files_run_whole(monkeypatch, named, left):
     )
     conftest.pytest_collection_modifyitems(config, items)
     assert [x.nodeid for x in items] == left
-
-
-def test_guards_are_of_tests_that_exist():
-    for function in guards():
-        file, _, name = function.partition("::")
-        assert f"def {name}(" in (ROOT / file).read_text(), function
 
 
 REPORT = """\
@@ -166,22 +170,42 @@ def test_the_record(tmp_path):
     assert not times.is_known("tests/unit/a.py::test_5")
 
 
-@pytest.mark.parametrize(
-    ("cases", "entry"),
-    [
-        ({"x": 0.12, "y": 3.1, "z": 0.1}, [0.1, 3, {"y": 3.0}, 7]),  # much as before
-        ({"x": 2.0}, [0.1, 3, {"x": 2.0, "y": 3.0}, 7]),
-        ({"x": 1.0, "y": 1.0, "z": 1.0}, [1.0, 3, {}, 7]),
-    ],
-)
-def test_what_hardly_changes_stays(cases, entry):
-    old = {"a.py": {"test_1": [0.1, 3, {"y": 3.0}, 7]}}
-    assert recording.merged(old, {"a.py": {"test_1": cases}}) == {
-        "a.py": {"test_1": entry}
-    }
-
-
 def test_what_is_gone_is_forgotten(tmp_path):
     (tmp_path / "a.py").write_text("def test_1():\n    pass\n")
     old = {"a.py": {"test_1": [1, 1, {}], "test_2": [1, 1, {}]}, "b.py": {"test_1": []}}
     assert recording.existing(old, tmp_path) == {"a.py": {"test_1": [1, 1, {}]}}
+
+
+AXES = {"strategy": "ab", "causal": (False, True), "world": (1, 2, 3, 4), "seq": "xyz"}
+
+axes_strategy = st.dictionaries(
+    st.text("abcdef", min_size=1, max_size=3),
+    st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True),
+    min_size=2,
+    max_size=5,
+)
+
+
+@given(axes_strategy)
+def test_every_pair_is_covered_by_few_cases_in_one_order(axes):
+    cases = pairwise(axes)
+    covered = {pair for case in cases for pair in covered_pairs(case)}
+    assert covered == set(all_pairs(axes))
+    assert all(list(case) == list(axes) for case in cases)
+    largest = sorted((len(values) for values in axes.values()), reverse=True)
+    assert largest[0] * largest[1] <= len(cases) <= math.prod(largest)
+    assert pairwise(axes) == cases
+
+
+def test_the_variable_adds_a_sample_of_the_full_product(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "ci")
+    few = selected_cases(AXES)
+    monkeypatch.setenv(VARIABLE, "all")
+    monkeypatch.setenv(SEED, "7")
+    more = selected_cases(AXES)
+    assert few == pairwise(AXES) == more[: len(few)]
+    assert len(few) < len(more) <= 2 * 2 * 4 * 3
+    assert len({tuple(case.values()) for case in more}) == len(more)
+    assert selected_cases(AXES) == more
+    monkeypatch.setenv(SEED, "8")
+    assert selected_cases(AXES) != more

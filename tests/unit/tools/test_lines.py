@@ -5,7 +5,7 @@ import pytest
 from tools import lines
 
 
-def test_the_longest_path_decides_and_none_is_listed_twice_or_for_nothing():
+def test_which_files_count_where(tmp_path):
     assert lines.concern_of("cpcompile/geometry/degrees.py").startswith("attention")
     assert lines.concern_of("cpcompile/geometry/mask_tiles.py") == "masks"
     assert lines.concern_of("passes/model/sharding/rows_before.py").startswith("moved")
@@ -16,9 +16,6 @@ def test_the_longest_path_decides_and_none_is_listed_twice_or_for_nothing():
     root = lines.ROOT
     files = [x.relative_to(root).as_posix() for x in lines._python_files(root)]
     assert [x for x in paths if not any(f.startswith(x) for f in files)] == []
-
-
-def test_the_files_are_those_of_the_product_once(tmp_path):
     (tmp_path / "passes").mkdir()
     (tmp_path / "passes" / "pipeline.py").write_text("a = 1\nb = 2\n")
     (tmp_path / "cpcompile").mkdir()
@@ -27,16 +24,13 @@ def test_the_files_are_those_of_the_product_once(tmp_path):
     assert counted == {"graph helpers": 2} and files == {"graph helpers": 1}
 
 
-def test_a_ceiling_holds_from_above_and_follows():
+def test_ceilings():
     at = dict.fromkeys(lines.CONCERNS, 100)
     assert lines.complaints(at, at) == []
     above, below = lines.complaints(at | {"masks": 101, "flow": 70}, at)
     assert "masks: 101 lines, the ceiling is 100" in above
     assert "flow: 70 lines, the ceiling is still 100" in below
     assert lines.lower(at | {"masks": 101, "flow": 70}, at) == at | {"flow": 70}
-
-
-def test_the_sum_of_the_ceilings_never_rises():
     before = {"masks": 100, "flow": 50, "tests": 10}
     assert lines.raised(before, before | {"masks": 90, "flow": 60}) == []
     product, tests = lines.raised(before, {"masks": 101, "flow": 50, "tests": 11})

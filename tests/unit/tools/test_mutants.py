@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tools.mutants.__main__ import copied, covering, gains, markdown, run_all
+from tools.mutants.__main__ import covering, gains
 from tools.mutants.mutations import Mutant, draw, statement
 
 SOURCE = """\
@@ -54,8 +54,8 @@ def test_the_statement_around_a_line(line, lines):
     assert list(statement(SOURCE, line)) == lines
 
 
-def test_which_tests_a_mutant_meets(tree):
-    """Of a line that runs on import, those that run anything of the file."""
+def test_tests_and_lines(tree):
+    # Of a line that runs on import, those that run anything of the file.
     lines = {FILE: {4: {""}, 6: {"a", "b"}, 7: {"a"}}}
     mutants = [Mutant("", FILE, line, "", 0) for line in (4, 6, 9, 11)]
     assert [covering(x, tree, lines) for x in mutants] == [
@@ -64,47 +64,7 @@ def test_which_tests_a_mutant_meets(tree):
         {"a"},
         set(),
     ]
-
-
-def test_what_was_run_is_not_run_again(tree, tmp_path_factory, monkeypatch):
-    ran = []
-
-    def run(mutant, copy, tests, outcomes, seconds):
-        ran.append((mutant.line, sorted(tests), (copy / FILE).read_text() == SOURCE))
-        return {"name": mutant.name, "outcome": "found", "change": ""}
-
-    monkeypatch.setattr("tools.mutants.__main__.run", run)
-    mutants = [Mutant("", FILE, line, "core/X", 0) for line in (6, 11)]
-    args = (
-        [copied(tree, tmp_path_factory.mktemp("state") / "tree")],
-        tree,
-        {FILE: {6: {"a", "b"}}},
-        {"a": (1, True), "b": (1, False)},
-    )
-    once = run_all(mutants[:1], *args, 60)
-    both = run_all(mutants, *args, 60)
-    assert ran == [(6, ["a"], True), (11, [], True)]
-    assert both[:1] == once
-
-
-def test_lines_that_functions_add():
-    """Those with most new lines per second come first."""
+    # Those with most new lines per second come first.
     lines = {"f": {1: {"t::a[1]", "t::b"}, 2: {"t::a[2]", ""}, 3: {"t::b"}, 4: {""}}}
     outcomes = {"t::a[1]": (1, True), "t::a[2]": (1, True), "t::b": (1, True)}
     assert gains(lines, outcomes) == {"t::b": 2, "t::a": 1}
-
-
-def test_the_report():
-    start = {"torch": "2", "python": "3", "processor": "x", "date": "d"}
-    start |= {"load_average": [0, 0], "seed": 0, "seconds_of_tests": 60, "tests": 9}
-    row = {"area": "passes", "file": FILE, "line": 6, "tests": 1, "of": 2}
-    rows = [
-        row | {"outcome": "found", "change": "a == 1 -> a != 1"},
-        row | {"outcome": "survived", "change": "a + 7 -> a - 7"},
-        row | {"area": "passes/flow", "outcome": "not run by any test", "change": ""},
-    ]
-    record = {"setup": start, "rows": {"now": {"setup": start, "mutants": rows}}}
-    text = markdown(record)
-    assert "| now | 9 | 1 of 2 |  | 0 of 1 |  | **1 of 3** | 1 | 1 |" in text
-    assert f"- {FILE}:6, survived (1 of 2 tests): `a + 7 -> a - 7`" in text
-    assert "a != 1" not in text

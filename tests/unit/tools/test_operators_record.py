@@ -17,11 +17,8 @@ from tests.models.operator_samples import (
 )
 from tools.models.operators import (
     as_row,
-    of_operator,
     recorded,
     remaining,
-    slowest,
-    written,
 )
 
 
@@ -30,7 +27,7 @@ def program(input, *args, function=torch.add, **kwargs):
     return SampleProgram(function, sample)
 
 
-def test_a_sample_is_a_line_of_source():
+def test_samples_and_cuts():
     x, index = torch.ones(2, 3), torch.zeros(3, dtype=torch.int64)
     tensors = program([x, index, x], slice(None, 2), (1,), dim=-1, value=float("inf"))
     assert tensors.call == (
@@ -43,9 +40,6 @@ def test_a_sample_is_a_line_of_source():
     ]
     flags = program(torch.ones(2, dtype=torch.bool))
     assert "x0 = x0.clone()" in flags.source((("x0", 0),))
-
-
-def test_like_inputs_are_cut_together_and_then_alone():
     x, y, scalar = torch.ones(2, 1), torch.ones(2, 1), torch.ones(())
     assert list(program(x, y, scalar).cuts()) == [
         (("x0", 0), ("x1", 0)),
@@ -63,12 +57,6 @@ def test_like_inputs_are_cut_together_and_then_alone():
 def test_sizes_of_one_kind_count_once(shape, alike):
     first = program(torch.ones(5, 3), dim=1).signature()
     assert (program(torch.ones(shape), dim=1).signature() == first) is alike
-
-
-def test_a_case_reads_what_it_has_written():
-    case = CutSample("nn.functional.pad-constant", "float64", 3, (("x0", 1), ("x2", 1)))
-    assert str(case) == "nn.functional.pad-constant/float64/3/x0.1,x2.1"
-    assert CutSample.of(str(case)) == case
 
 
 def test_results_and_gradients_are_compared():
@@ -124,27 +112,3 @@ def test_a_run_goes_on_after_the_last_whole_line(tmp_path):
     assert remaining(CASES, rows, None) == CASES[2:]
     assert remaining(CASES, rows, []) == CASES
     assert remaining(CASES, rows, ["refused", "wrong"]) == CASES[:1]
-
-
-def test_the_record_has_each_text_once():
-    rows = [as_row(case, answer("refused", "no", 1.0)) for case in CASES[:2]]
-    rows.append(as_row(CASES[2], answer("exact", seconds=3.0)))
-    assert of_operator("abs", rows) == {
-        "operator": "abs",
-        "exact": 1,
-        "refused": 2,
-        "texts": [
-            {
-                "verdict": "refused",
-                "case": "float64/0/x0.0",
-                "call": "op(x0)",
-                "text": "no",
-                "cases": 2,
-            }
-        ],
-    }
-    record = json.loads(written({"torch": "2.13"}, rows))
-    assert record["counts"]["refused"] == 2
-    assert record["slowest"] == {"abs/float64/2/x0.0": 3.0}
-    assert [row["operator"] for row in record["rows"]] == ["abs"]
-    assert slowest(rows)[0]["seconds"] == 3.0

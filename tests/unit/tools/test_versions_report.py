@@ -1,8 +1,6 @@
 """What is recorded of versions of torch, and the section that is made of it."""
 
-from expecttest import assert_expected_inline
-
-from tools.models import record_tests, versions
+from tools.models import record_tests
 
 REPORT = """\
 <testsuites><testsuite>
@@ -49,29 +47,3 @@ def test_only_what_was_run_is_replaced():
         ("2.13.0+cpu", "tests/unit", 5),
         ("2.9.1", "tests/cpu", 1),
     ]
-
-
-def test_nothing_recorded():
-    assert versions.section([])[-1] == "Nothing is recorded yet."
-
-
-def test_the_section():
-    failed = {"skipped": 2, "failures": ["tests.unit.test_a.test_1"]}
-    rows = [
-        row("2.15.0", "tests/unit", passed=30),
-        row("2.13.0", "tests/cpu"),
-        row("2.13.0", "tests/unit", date="2026-11-20", passed=31, **failed),
-    ]
-    _, table = "\n".join(versions.section(rows)).split("not run.\n\n")
-    assert_expected_inline(
-        table,
-        """\
-| torch | tests/cpu | tests/unit | when |
-| --- | --- | --- | --- |
-| 2.15.0 |  | 30 passed | 2026-11-22 |
-| 2.13.0 | 1 passed | 31 passed, 2 skipped, **1 failed** | 2026-11-20 to 2026-11-22 |
-
-Failed:
-
-- torch 2.13.0: `tests.unit.test_a.test_1`""",
-    )

@@ -19,13 +19,10 @@ from tests.support.bounds import assert_close, assert_equal
 MESH_AXES = {"cp": 2}
 
 
-def test_every_topk_has_its_own_columns(mesh):
+def test_every_call_has_its_own_shape(mesh):
     x = DTensor.from_local(torch.randn(4, 8), mesh, [Shard(0)], run_check=False)
     for k in (2, 1, 3):
         assert [tuple(y.shape) for y in x.topk(k)] == [(8, k)] * 2
-
-
-def test_every_histogram_has_its_own_bins(mesh):
     x = DTensor.from_local(torch.randn(8), mesh, [Replicate()], run_check=False)
     assert [x.histc(bins, -1, 1).shape[0] for bins in (4, 6)] == [4, 6]
 
@@ -112,8 +109,8 @@ def test_what_is_filled_has_the_parts_of_its_operand(mesh, sizes, placement):
         assert y.to_local().shape[1] == (sizes[1] if whole else sizes[1] // 2)
 
 
-def test_zeros_of_a_gather_are_not_whole(mesh):
-    """Its gradient has entries for all words, but only of the tokens of this rank."""
+def test_what_stays_on_its_rank(mesh):
+    # Its gradient has entries for all words, but only of the tokens of this rank.
     x = DTensor.from_local(torch.randn(1, 4, 6), mesh, [Shard(1)], run_check=False)
     x.requires_grad_()
     index = torch.zeros(1, 4, 1, dtype=torch.int64)
@@ -121,6 +118,11 @@ def test_zeros_of_a_gather_are_not_whole(mesh):
     picked = x.gather(2, index)
     (grad,) = torch.autograd.grad(picked.sum(), x)
     assert grad.placements == (Shard(1),) and grad.to_local().shape == (1, 4, 6)
+    x, weight = torch.ones(4, 8, dtype=torch.int8), torch.ones(8, 6, dtype=torch.int8)
+    rows = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+    everywhere = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
+    product = torch._int_mm(rows, everywhere)
+    assert product.placements == (Shard(0),) and product.dtype == torch.int32
 
 
 @pytest.mark.parametrize("count", [2, torch.tensor([0, 1, 2, 3])])
@@ -133,14 +135,6 @@ def test_bits_are_shifted(mesh, shift, count):
     if isinstance(count, Tensor):
         counts = DTensor.from_local(count, mesh, [Replicate()], run_check=False)
     assert_equal("shifted", shift(given, counts).to_local(), shift(x, count))
-
-
-def test_products_of_int8_stay_sharded(mesh):
-    x, weight = torch.ones(4, 8, dtype=torch.int8), torch.ones(8, 6, dtype=torch.int8)
-    rows = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
-    everywhere = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
-    product = torch._int_mm(rows, everywhere)
-    assert product.placements == (Shard(0),) and product.dtype == torch.int32
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(2)])
@@ -192,14 +186,11 @@ class FirstAlone(torch.autograd.Function):
         return grad, None
 
 
-def test_redistribution(mesh):
+def test_a_result_without_a_gradient(mesh):
     x, y = (torch.ones(4, requires_grad=True) for _ in range(2))
     parts = [DTensor.from_local(t, mesh, [Shard(0)]) for t in (x, y)]
     FirstAlone.apply(*(p.full_tensor() for p in parts)).sum().backward()
     assert x.grad is not None and y.grad is None
-
-
-def test_unreduced_gradients(mesh):
     x, y = (torch.ones(4, requires_grad=True) for _ in range(2))
     whole = (Replicate(),)
     second = cp_unreduced(y, MeshAxis(mesh, 0))

@@ -79,22 +79,12 @@ def test_results_that_require_a_gradient_of_it_alone(options, results):
     assert requires == [True, True]
 
 
-def test_gradients_that_the_program_computes(options):
+def test_what_is_left_of_the_call(options, monkeypatch):
     def results(x, y, z):
         return (torch.autograd.grad(z.square().sum(), x)[0], z)
 
     _, requires = outcome(results, options)
     assert requires == [False, True]
-
-
-def test_under_ddp(options):
-    ddp = DistributedDataParallel(Adapted(lambda x, y, z: z))
-    with recording() as reports:
-        torch.compile(ddp, backend="cp", options=options)(IDS)
-    assert len(reports) == 1
-
-
-def test_no_call_is_left(options, monkeypatch):
     graphs = []
     original = backend.agreed_request
 
@@ -108,7 +98,11 @@ def test_no_call_is_left(options, monkeypatch):
     assert not [x for x in targets if "requires_grad" in x]
 
 
-def test_other_backends_are_left_alone():
+def test_under_ddp_and_other_backends(options):
+    ddp = DistributedDataParallel(Adapted(lambda x, y, z: z))
+    with recording() as reports:
+        torch.compile(ddp, backend="cp", options=options)(IDS)
+    assert len(reports) == 1
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     torch.compile(Adapted(lambda x, y, z: (z,)), backend=counter)(IDS)

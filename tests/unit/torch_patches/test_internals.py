@@ -53,8 +53,8 @@ def test_private_names_are_imported_in_one_place():
     )
 
 
-def test_private_imports_are_found(tmp_path):
-    """In a function, under another name, by its module alone; with their comments."""
+def test_private_names_are_found(tmp_path):
+    # In a function, under another name, by its module alone; with their comments.
     path = tmp_path / "module.py"
     path.write_text(
         "import torch.fx\n\n# Its reason;\n# seen in 2.13.\nimport torch._dynamo as d\n"
@@ -67,9 +67,6 @@ def test_private_imports_are_found(tmp_path):
         ("torch._dynamo", reason),
         ("torch.utils._pytree", ""),
     ]
-
-
-def test_private_attributes_are_found(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(
         "def f(x):\n    self._own = x._made = 1\n    return x._base._made\n"

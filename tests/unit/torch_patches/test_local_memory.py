@@ -1,7 +1,5 @@
 """Kernels that read memory as if operands were contiguous, and what they are given."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
@@ -137,36 +135,37 @@ def _differentiable(values) -> list[Tensor]:
     ]
 
 
-def test_a_part_is_copied_into_the_order_that_the_whole_has():
+@pytest.fixture
+def norms():
+    """The backward of a norm over groups, its operands, and what is given besides."""
     sizes = (2, 4, 6, 2)
     x, grad = torch.randn(2, 2, 4, 6).unbind()
     _, mean, rstd = aten.native_group_norm(x, None, None, *sizes, 1e-5)
-    call = aten.native_group_norm_backward.default
-    want, *_ = call(grad, x, mean, rstd, None, *sizes, [True, False, False])
-    turned = in_memory_order(grad, (0, 2, 1))  # called contiguous below
+    rest = (None, *sizes, [True, False, False])
+    return aten.native_group_norm_backward.default, (grad, x, mean, rstd), rest
+
+
+def test_a_part_is_copied_into_the_order_that_the_whole_has(norms):
+    call, operands, rest = norms
+    want, *_ = call(*operands, *rest)
+    turned = in_memory_order(operands[0], (0, 2, 1))  # called contiguous below
     with fake_mesh(2) as mesh:
         stated = [
             DTensor.from_local(
                 part, mesh, [Replicate()], shape=y.shape, stride=y.stride()
             )
-            for y, part in zip(
-                (grad, x, mean, rstd), (turned, x, mean, rstd), strict=True
-            )
+            for y, part in zip(operands, (turned, *operands[1:]), strict=True)
         ]
         with local_memory.copied_if_need_be():
-            got, *_ = call(*stated, None, *sizes, [True, False, False])
+            got, *_ = call(*stated, *rest)
     assert torch.equal(got.to_local(), want)
 
 
-def test_a_result_lies_as_the_kernel_makes_it():
+def test_a_result_lies_as_the_kernel_makes_it(norms):
     """Meta functions of torch 2.13 and 2.14 order it as the gradient lies."""
-    sizes = (2, 4, 6, 2)
-    x, grad = torch.randn(2, 2, 4, 6).unbind()
-    _, mean, rstd = aten.native_group_norm(x, None, None, *sizes, 1e-5)
-    call = aten.native_group_norm_backward.default
+    call, (grad, *others), rest = norms
     turned = in_memory_order(grad, (0, 2, 1))
-    rest = (None, *sizes, [True, False, False])
-    made = call(turned.contiguous(), x, mean, rstd, *rest)[0].stride()
+    made = call(turned.contiguous(), *others, *rest)[0].stride()
     with (
         fake_mesh(2) as mesh,
         FakeTensorMode() as mode,
@@ -176,7 +175,7 @@ def test_a_result_lies_as_the_kernel_makes_it():
             DTensor.from_local(
                 mode.from_tensor(y), mesh, [Replicate()], run_check=False
             )
-            for y in (turned, x, mean, rstd)
+            for y in (turned, *others)
         ]
         assert given[0].stride() == turned.stride() != made
         traced = call(*given, *rest)[0]

@@ -55,21 +55,15 @@ def test_what_is_compiled_is_not_exported(options, make, strict):
         torch.export.export(make(options), (X,), strict=strict)
 
 
-def test_a_module_with_local_tokens_is_not_exported(options):
+def test_what_is_exported(options):
     style = cp.ContextParallel()
     model = parallelize_module(Attention(), options["mesh"], style)
     with pytest.raises(InputError, match=r"\(Attention\) is compiled with backend"):
         torch.export.export(model, (X,), strict=False)
-
-
-def test_other_models_are_exported(options):
     whole(options)
     exported = torch.export.export(Attention(), (X,))
     inductor = torch.export.export(torch.compile(Attention()), (X,))
     assert len(exported.graph.nodes) == len(inductor.graph.nodes)
-
-
-def test_an_exported_program_is_compiled(options):
     program = torch.export.export(Attention(), (X,)).module()
     compiled = torch.compile(program, backend="cp", options=options)
     explanation = cp.explain(compiled, X)

@@ -87,14 +87,11 @@ def after_a_function(options):
     return torch.compile(ddp, backend=call)
 
 
-def test_a_piece_is_refused(options):
-    """Nobody sees that a function of the user ends in backend "cp"."""
+def test_pieces(options, caplog):
+    # Nobody sees that a function of the user ends in backend "cp".
     text = r"forward is a piece of a graph that DDPOptimizer has cut.*optimize_ddp"
     with pytest.raises(BackendCompilerFailed, match=text):
         after_a_function(options)(X)
-
-
-def test_pieces_run_unsharded(options, caplog):
     compiled = after_a_function(options | {"strict": False})
     compiled(X)
     (text,) = {x for x in caplog.messages if "DDPOptimizer" in x}

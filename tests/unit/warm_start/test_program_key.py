@@ -1,7 +1,5 @@
 """Graphs that are traced to different programs have different keys in torch's cache."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
@@ -104,8 +102,18 @@ def test_a_twin_has_another_key(twin: dict) -> None:
     assert compiled_key(**given) != compiled_key(**given | twin)
 
 
-def test_the_same_graph_has_the_same_key() -> None:
+def test_keys_of_graphs() -> None:
     assert compiled_key(Model()) == compiled_key(Model())
+    graphs = [graph_of(x) for x in (torch.Tensor.sin, torch.Tensor.cos)]
+    for gm in graphs:
+        next(iter(gm.graph.nodes)).meta["example_value"] = torch.ones(2)
+    assert len(set(map(key_of, graphs))) == 2
+    # torch's key has its shape, and not its values.
+    graph = fx.Graph()
+    graph.output(graph.get_attr("table"))
+    gm = fx.GraphModule({"table": torch.ones(2)}, graph)
+    with pytest.raises(NoKey, match="table is a tensor of the graph"):
+        key_of(gm)
 
 
 def graph_of(target: object, *args: object) -> fx.GraphModule:
@@ -170,13 +178,6 @@ def test_a_triton_kernel_of_the_user_has_no_key() -> None:
             key_of(holding(Callee(target)))
 
 
-def test_methods_of_tensors() -> None:
-    graphs = [graph_of(x) for x in (torch.Tensor.sin, torch.Tensor.cos)]
-    for gm in graphs:
-        next(iter(gm.graph.nodes)).meta["example_value"] = torch.ones(2)
-    assert len(set(map(key_of, graphs))) == 2
-
-
 def scaled(x: Tensor) -> Tensor:
     return x * 2
 
@@ -203,15 +204,6 @@ def made() -> object:
 )
 def test_what_cannot_be_said_has_no_key(gm: fx.GraphModule) -> None:
     with pytest.raises(NoKey, match=r"scaled|made at run time"):
-        key_of(gm)
-
-
-def test_a_tensor_of_the_graph_has_no_key() -> None:
-    """torch's key has its shape, and not its values."""
-    graph = fx.Graph()
-    graph.output(graph.get_attr("table"))
-    gm = fx.GraphModule({"table": torch.ones(2)}, graph)
-    with pytest.raises(NoKey, match="table is a tensor of the graph"):
         key_of(gm)
 
 
