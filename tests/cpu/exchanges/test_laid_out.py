@@ -15,15 +15,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.passes.placement.laid_out import gather_tokens
-from tests.cpu.workers import Pool, Pools
+from tests.cpu.on_ranks import on_ranks
 
 RANKS = 4
 LENGTHS = (16, 13, 9, 5)  # of the last, a rank has no token
-
-
-@pytest.fixture
-def pool(pools: Pools) -> Pool:
-    return pools[RANKS]
 
 
 def elements(tokens: TokenLayout, rank: int, outer: int = 1, inner: int = 1) -> Tensor:
@@ -61,7 +56,10 @@ def check(
     assert torch.equal(sharded.grad.to_local(), part(grad))
 
 
-def run_one_axis(layout: Layout, length: int) -> None:
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("length", LENGTHS)
+@on_ranks(RANKS)
+def test_on_one_axis(layout: Layout, length: int) -> None:
     """Every dimension that tokens can be in."""
     mesh = init_device_mesh("cpu", (RANKS,))
     tokens = TokenLayout.of(layout, length, RANKS)
@@ -87,12 +85,9 @@ def pick(dim: int, index: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_on_one_axis(pool, layout, length):
-    pool.run(run_one_axis, layout, length)
-
-
-def run_two_axes(layout: Layout, length: int) -> None:
+@pytest.mark.parametrize("length", [8, 7])
+@on_ranks(RANKS)
+def test_on_two_axes(layout: Layout, length: int) -> None:
     """The other axis has a part of the batch, or all of it."""
     mesh = init_device_mesh("cpu", (2, 2))
     row, column = mesh.get_coordinate()
@@ -126,9 +121,3 @@ def run_two_axes(layout: Layout, length: int) -> None:
         tokens,
         lambda x: x.chunk(2)[row][rows],
     )
-
-
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("length", [8, 7])
-def test_on_two_axes(pool, layout, length):
-    pool.run(run_two_axes, layout, length)
