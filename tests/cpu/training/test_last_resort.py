@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cpcompile as cp
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
 from tests.cpu.programs import HEADS, WIDTH, attend
-from tests.support.bounds import check, deviations, in_one_process
+from tests.support.bounds import check, deviations, in_one_process, whole
 
 
 @torch.library.custom_op("cpcompile_tests::fill_second", mutates_args=("y",))
@@ -86,8 +86,6 @@ class Model(nn.Module):
 @pytest.mark.parametrize("part", REFUSED + OTHERS, ids=lambda part: part.__name__)
 @on_ranks(2)
 def test_whatever_runs_runs(part):
-    """The refusal under strict, if there is one, and deviations without."""
-    torch.manual_seed(0)
     model = Model(part).double()
     tokens = torch.randint(50, (2, 16))
 
@@ -98,26 +96,16 @@ def test_whatever_runs_runs(part):
         return {"loss": loss, "gradient": module.embedding.weight.grad}
 
     values = in_one_process(lambda x: step(x, x), model)
-    mesh = sequence_mesh(torch.distributed.get_world_size())
-
-    def compiled(strict):
-        torch._dynamo.reset()
-        options = {"mesh": mesh, "inner": "aot_eager", "strict": strict}
-        return torch.compile(model, backend="cp", options=options)
-
-    message = message_of(lambda: step(compiled(True)))
-    found = deviations(step(compiled(False)), *values)
+    message = message_of(lambda: step(compiled_on(2, model)))
     if part in REFUSED:
         assert "RewriteError" in message or "Dropout" in message, message
-    check(found)
+    torch._dynamo.reset()
+    check(deviations(step(compiled_on(2, model, strict=False)), *values))
 
 
 @on_ranks(2)
 def test_a_cache_that_is_written_in_part():
     """A write into a part of a cache that is sharded along its tokens."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    mesh = sequence_mesh(torch.distributed.get_world_size())
     cache, k = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 2, 4)
 
     def decode(cache, k):
@@ -127,11 +115,9 @@ def test_a_cache_that_is_written_in_part():
 
     want_cache = cache.clone()
     want = decode(want_cache, k)
-    given = cp.shard(cache, mesh, 2)
+    given = cp.shard(cache, sequence_mesh(2), 2)
     options = {"inner": "aot_eager", "strict": False}
     with torch.no_grad():
         got = torch.compile(decode, backend="cp", options=options)(given, k)
-    whole = got.full_tensor() if hasattr(got, "full_tensor") else got
-    error = (whole - want).abs().max()
-    of_cache = (given.full_tensor() - want_cache).abs().max()
-    assert error < 1e-5 and of_cache == 0
+    assert (whole(got) - want).abs().max() < 1e-5
+    assert torch.equal(given.full_tensor(), want_cache)
