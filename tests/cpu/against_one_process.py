@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile import logs
@@ -119,6 +120,19 @@ def compare_calls(
     return Comparison(found, texts, list(reports))
 
 
+class Checkpointed(nn.Module):
+    """A module that is computed again in the backward, each of its layers if it has."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in getattr(self.module, "layers", [self.module]):
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Give the model back the parameters and buffers that it has now."""
@@ -170,16 +184,19 @@ def run(
 
 
 @contextmanager
-def warnings() -> Iterator[list[str]]:
-    """The texts of our own warnings, in order."""
+def warnings(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """The texts of our own warnings, in order, or of all from another level on."""
     texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
+    handler = logging.Handler(level)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("cpcompile").addHandler(handler)
+    log, before = logging.getLogger("cpcompile"), logging.getLogger("cpcompile").level
+    log.addHandler(handler)
+    log.setLevel(level if level < logging.WARNING else before)
     try:
         yield texts
     finally:
-        logging.getLogger("cpcompile").removeHandler(handler)
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def _like(y: Tensor, weight: Tensor) -> Tensor:

@@ -80,7 +80,8 @@ class RankCase:
 class AttentionCase(RankCase):
     """One attention call: who computes it (`entry`, `strategy`), where, and on what.
 
-    entry is "operator" (torch.ops.cp.*) or "eager" (F.scaled_dot_product_attention).
+    entry is "operator" (torch.ops.cp.*), "eager" (F.scaled_dot_product_attention) or
+    what compiles the latter inside of "cp", "aot_eager" or "inductor".
     `ulysses` and `inner` say how a hybrid factorises the ranks, see CPDegrees. `layout`
     is of the operators; inputs and results are in the order of the sequence.
     """
@@ -197,7 +198,6 @@ def lse_tolerance(dtype: torch.dtype, exact: Tensor, rough: Tensor) -> float:
 
 
 def check_case(case: AttentionCase, got: Attended) -> None:
-    """`check` with the inputs of `case`."""
     check(make_inputs(case), case.causal, case.scale, got)
 
 
@@ -205,14 +205,16 @@ def attend(case: AttentionCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The attention that `case` names, on DTensors."""
     if case.entry == "operator":
         return call_operator(case, sequence_mesh(case.world), 0, q, k, v)
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        is_causal=case.causal,
-        scale=case.scale,
-        enable_gqa=case.heads != case.kv_heads,
-    )
+    given = {"is_causal": case.causal, "scale": case.scale}
+    given |= {"enable_gqa": case.heads != case.kv_heads}
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **given)
+
+    if case.entry != "eager":
+        how: Any = {"strategy": case.strategy, "inner": case.entry}
+        call = torch.compile(call, backend="cp", fullgraph=True, options=how)
+    return call(q, k, v)
 
 
 def call_operator(
@@ -297,7 +299,15 @@ def sequence_mesh(world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
 
 
-def compiled_on(world: int, model: Any, **options: Any) -> Any:
+def compiled_on(
+    world: int | DeviceMesh,
+    model: Any,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **options: Any,
+) -> Any:
     """What backend "cp" makes of a model, in eager unless `inner` says otherwise."""
-    given = {"mesh": sequence_mesh(world), "inner": "aot_eager", **options}
-    return torch.compile(model, backend="cp", options=given)
+    mesh = sequence_mesh(world) if isinstance(world, int) else world
+    given = {"mesh": mesh, "inner": "aot_eager", **options}
+    how = {"dynamic": dynamic, "fullgraph": fullgraph}
+    return torch.compile(model, backend="cp", options=given, **how)

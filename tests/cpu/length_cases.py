@@ -148,8 +148,6 @@ class Convolved(Base):
 class Encoder(Base):
     """Every token sees every other, in a checkpoint region; then their average."""
 
-    dropout = 0.0
-
     def after(self, x):
         x = checkpoint(self._layer, x, use_reentrant=False)
         return x.mean(1).square().sum()
@@ -157,7 +155,7 @@ class Encoder(Base):
     def _layer(self, x):
         y = x.unsqueeze(1)
         # Dropout of almost nothing takes the way of dropout, and drops nothing.
-        y = F.scaled_dot_product_attention(y, y, y, dropout_p=self.dropout).squeeze(1)
+        y = F.scaled_dot_product_attention(y, y, y, dropout_p=1e-12).squeeze(1)
         return F.layer_norm(x + y, x.shape[-1:]) * x.std(-1, keepdim=True)
 
 
@@ -186,10 +184,6 @@ class Capped(Base):
         return (weights @ x).square().sum()
 
 
-class DroppingEncoder(Encoder):
-    dropout = 1e-12
-
-
 class Documents(Base):
     """Packed documents of eight tokens each, in both directions."""
 
@@ -207,8 +201,8 @@ def small_gpt() -> nn.Module:
 MODELS = {"attention": Attention, "small_gpt": small_gpt}
 MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
 MODELS |= {"normed": Normed, "window": Window, "padded": Padded, "masked": Masked}
-MODELS |= {"encoder": Encoder, "documents": Documents, "capped": Capped}
-MODELS |= {"cross": Cross, "dropping": DroppingEncoder, "written": Written}
+MODELS |= {"dropping": Encoder, "documents": Documents, "capped": Capped}
+MODELS |= {"cross": Cross, "written": Written}
 MODELS |= {"normed_region": NormedRegion, "pooled": Pooled, "convolved": Convolved}
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
 MODELS |= ROUTED

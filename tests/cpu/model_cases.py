@@ -19,7 +19,7 @@ from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.models.families.small_gpt import SmallGPT
 from tests.models.torchvision_schemas import define_schemas
-from tests.support.bounds import check, deviation, largest
+from tests.support.bounds import check, deviation, largest, whole
 from tests.support.settings import split
 
 define_schemas()  # before models of transformers are imported
@@ -100,10 +100,6 @@ def results(model, loss: Tensor, logits: Tensor) -> dict[str, Tensor]:
     return {"loss": loss.detach(), "logits": logits.detach()} | found
 
 
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def run_model(name: str, seq: int, world: int, door: str, options: dict) -> dict:
     """One training step on every rank; gathered results and what was compiled.
 
@@ -125,19 +121,14 @@ def run_model(name: str, seq: int, world: int, door: str, options: dict) -> dict
     with settings, recording() as reports:
         loss, logits = loss_and_logits(step(**inputs))
     loss.backward()
-    kinds = {type(p.grad).__name__ for p in model.parameters()}
-    placements = {
-        str(p.grad.placements)
-        for p in model.parameters()
-        if isinstance(p.grad, DTensor)
-    }
+    grads = [p.grad for p in model.parameters()]
+    placements = {str(x.placements) for x in grads if isinstance(x, DTensor)}
     values = {n: whole(x) for n, x in results(model, loss, logits).items()}
     return {
         "values": values,
         "result_types": (type(loss).__name__, type(logits).__name__),
-        "grad_types": kinds,
+        "grad_types": {type(x).__name__ for x in grads},
         "grad_placements": placements,
-        "calls": [len(r.calls) for r in reports],
         "rewritten": sum(c.plan is not None for r in reports for c in r.calls),
         "layouts": [c.plan.layout.value for r in reports for c in r.calls if c.plan],
         "relayouts": [(r.relayouts_left, r.relayouts_cancelled) for r in reports],
@@ -160,15 +151,8 @@ def check_model(name: str, seq: int, got: dict[str, Tensor], rank: int) -> None:
     assert got.keys() == exact.keys()
     gradients = exact.keys() - {"loss", "logits"}
     floor = FLOOR * max(largest(exact[n]) for n in gradients)
-    check(
-        [
-            deviation(
-                f"{n} on rank {rank}",
-                got[n],
-                x,
-                plain[n],
-                floor if n in gradients else 0.0,
-            )
-            for n, x in exact.items()
-        ]
-    )
+    found = []
+    for n, x in exact.items():
+        least = floor if n in gradients else 0.0
+        found.append(deviation(f"{n} on rank {rank}", got[n], x, plain[n], least))
+    check(found)

@@ -4,8 +4,9 @@
     @on_ranks("world")                      on as many as the argument of that name says
     @on_ranks(lambda case: case.world)      as its arguments say
 
-The arguments are pickled. A body gives nothing back: what ranks have to agree on is for
-a test that calls `pools[world].run` itself.
+The arguments are pickled. A body begins with seed 0, and Dynamo knows nothing. It gives
+nothing back: what ranks have to agree on is for a test that calls `pools[world].run`
+itself.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def on_ranks(
 def run_body(path: str, module: str, name: str, given: bytes) -> None:
     """Run the body of a test on this rank."""
     test = getattr(load(path, module), name)
+    torch._dynamo.reset()
     torch.manual_seed(0)  # whatever the file has drawn
     test.body(**pickle.loads(given))
 

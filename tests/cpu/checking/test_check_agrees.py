@@ -31,15 +31,11 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Reported:
-    """Of one rank, as plain data.
+    """Of one rank, as plain data."""
 
-    attention: (path, strategy and layout). exchanged: bytes by direction, kind, purpose
-    and place.
-    """
-
-    attention: list[tuple[str, str | None]]
+    attention: list[tuple[str, str | None]]  # path, strategy and layout
     mixers: list[tuple[str, str]]
-    exchanged: Counter[tuple[str, ...]]
+    exchanged: Counter[tuple[str, ...]]  # bytes by direction, kind, purpose and place
     work: float
     warnings: int
 
@@ -64,7 +60,6 @@ def _place(x: Exchange) -> tuple[str, ...]:
 
 
 def on_rank(name: str) -> Reported:
-    """What the graphs of a real rank report."""
     torch._dynamo.reset()
     warn_once.cache_clear()
     case = CASES[name]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile import config
-from tests.cpu.attention_cases import compiled_on, sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.composition.training import GPT
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.programs import ModuleEncoder, SequenceFirst
@@ -34,15 +34,11 @@ class WithLoss(nn.Module):
 @pytest.mark.parametrize("megabytes", [25.0, 0.008, 0.0], ids=["one", "small", "off"])
 @on_ranks(2)
 def test_gradients_travel_in_buckets(megabytes: float, length: int) -> None:
-    """Errors, what is sent in a backward, and the bytes of all gradients."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = WithLoss()
     tokens = torch.randint(0, 32, (2, length))
     values = in_one_process(lambda alone: step(alone, alone, tokens), model)
-    options = {"mesh": sequence_mesh(2), "strategy": "ring"}
     with config.patch(gradient_bucket_megabytes=megabytes):
-        compiled = torch.compile(model, backend="cp", options=options)
+        compiled = compiled_on(2, model, inner="inductor", strategy="ring")
         found = deviations(step(compiled, model, tokens), *values)
         loss = compiled(tokens)
         with torch.profiler.profile() as profile:
@@ -64,8 +60,6 @@ def test_gradients_travel_in_buckets(megabytes: float, length: int) -> None:
 @on_ranks(2, timeout=240)
 def test_nothing_is_gathered(tokens, inner, make):
     """Sums of the loss and of gradients are all that is sent besides attention."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model, ids = make(), torch.randint(0, 50, (2, tokens))
     values = in_one_process(lambda alone: step(alone, alone, ids), model)
     call = compiled_on(2, model, inner=inner, strategy="ring")

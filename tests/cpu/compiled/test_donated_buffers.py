@@ -48,8 +48,6 @@ def gradients(model: nn.Module, called: nn.Module, x: Tensor) -> dict[str, Tenso
 @on_ranks(2, timeout=200)
 def test_no_operand_of_a_function_is_written_into() -> None:
     """Its memory belongs to the caller, who uses it again (torch_fixes.md)."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model, x = Model().double(), torch.randn(TOKENS, 3, WIDTH).double()
     want = in_one_process(lambda alone: gradients(alone, alone, x), model)
     compiled = compiled_on(2, model, inner="inductor", strategy="ring")

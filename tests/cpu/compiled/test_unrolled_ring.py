@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cpcompile.geometry.layout import Layout
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import (
     Attended,
@@ -34,6 +35,7 @@ AXES = {
     "causal": (True, False),
     "kv_heads": (4, 2),
     "dtype": (torch.float32, torch.bfloat16),
+    "layout": tuple(Layout),
     "dynamic": (False, True),
 }
 
@@ -43,7 +45,6 @@ HEAD_DIM = 8
 
 
 def attend(case: AttentionCase, dynamic: bool, **options):
-    """What a user compiles."""
     causal, grouped = case.causal, case.heads != case.kv_heads
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -71,14 +72,15 @@ def run(
     """
     torch._dynamo.reset()
     names = grid(case.inner).mesh_dim_names if case.strategy == "hybrid" else "cp"
-    function = attend(case, dynamic, axis=names)
+    function = attend(case, dynamic, axis=names, layout=case.layout.value)
     results, shifts = [], []
     for each in lengths(case):
         with counted_shifts(unroll) as found:
             if case.strategy == "hybrid":
                 whole: Attended | None = run_on_grid(each, function)
             else:
-                whole = run_case(each, lambda _, q, k, v: function(q, k, v))
+                given = dataclasses.replace(each, layout=Layout.CONTIGUOUS)
+                whole = run_case(given, lambda _, q, k, v: function(q, k, v))
         results.append(whole)
         shifts.append(tuple(found))
     return results, shifts
@@ -94,6 +96,7 @@ HYBRIDS = {
     "seq": (48, 37),
     "causal": (True, False),
     "kv_heads": (4, 1),
+    "layout": (Layout.CONTIGUOUS, Layout.ZIGZAG),
     "dynamic": (False, True),
 }
 # A hybrid has a ring of two ranks; with the ring inside, two runs of tokens on each.

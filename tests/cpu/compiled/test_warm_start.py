@@ -25,7 +25,9 @@ from torch._inductor.utils import fresh_cache
 from torch.compiler._cache import CacheArtifactManager
 
 from cpcompile.reporting.graph_report import recording
+from tests.cpu.against_one_process import warnings
 from tests.cpu.attention_cases import compiled_on, sequence_mesh
+from tests.cpu.compiled.test_repeated_blocks import KINDS as OF_BLOCKS
 from tests.cpu.length_cases import check as check_lengths
 from tests.cpu.length_cases import run as run_lengths
 from tests.cpu.on_ranks import on_ranks
@@ -129,15 +131,9 @@ def test_another_option_is_another_program(options):
     assert [each.cache for each in starts] == [MISS, MISS]
 
 
-KINDS = {
-    "ulysses": (Kind(rotary=True), {"strategy": "ulysses"}),
-    "dropout": (Kind(dropout=0.3), ZIGZAG),
-    "tied": (Kind(tied=True), {"strategy": "all_gather"}),
-    "checkpointed": (Kind(checkpointed=True), {"strategy": "ring"}),
-    "writes": (Kind(writes=True), {"strategy": "all_gather"}),
-    "tiles": (Kind(), {"strategy": "ring", "tile": 4}),
-    "memory": (Kind(), {"strategy": "ring", "activation_memory": 0.5}),
-}
+SOME = ("ulysses", "dropout", "tied", "checkpointed", "writes", "tiles")
+KINDS = {name: OF_BLOCKS[name] for name in SOME}
+KINDS["memory"] = (Kind(), {"strategy": "ring", "activation_memory": 0.5})
 
 
 @pytest.mark.timeout(400)
@@ -186,30 +182,9 @@ class Opaque(torch.nn.Module):
         return attend(x, x, x, is_causal=True)
 
 
-@contextmanager
-def lines_of_the_log() -> Iterator[list[str]]:
-    """What is said of second starts."""
-    lines: list[str] = []
-
-    def emit(record: logging.LogRecord) -> None:
-        if "second start" in record.getMessage():
-            lines.append(record.getMessage())
-
-    handler = logging.Handler()
-    handler.emit = emit
-    log = logging.getLogger("cpcompile.compile")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
-
-
 @on_ranks(2)
 def test_what_has_no_text_is_compiled_again() -> None:
-    with lines_of_the_log() as lines, kept():
+    with warnings(logging.INFO) as lines, kept():
         counters.clear()
         for _ in range(2):
             torch._dynamo.reset()
@@ -217,34 +192,32 @@ def test_what_has_no_text_is_compiled_again() -> None:
             compiled(torch.ones(1, 2, 64, 8))
     found = counters["aot_autograd"]
     counted = (found["autograd_cache_hit"], found["autograd_cache_saved"])
-    line = lines[0]
+    line = next(x for x in lines if "second start" in x)
     assert counted == (0, 0)
     assert "a second start compiles again" in line
     assert "of_the_user" in line
 
 
-def start_without_a_key() -> tuple[Start, list[str]]:
+@on_ranks(2)
+def test_the_log_says_where_torch_keeps_nothing() -> None:
     """As with a torch that asks for keys in another way."""
     bypass = autograd_cache.BypassAOTAutogradCache("no key")
     with (
-        lines_of_the_log() as lines,
+        warnings(logging.INFO) as lines,
         kept(),
         mock.patch.object(
             autograd_cache, "AOTAutogradCacheDetails", mock.Mock(side_effect=bypass)
         ),
     ):
-        return start(Kind(), ZIGZAG), lines
-
-
-@on_ranks(2)
-def test_the_log_says_where_torch_keeps_nothing() -> None:
-    found, lines = start_without_a_key()
+        found = start(Kind(), ZIGZAG)
     assert found.cache[2] == 0
-    (line,) = lines
+    (line,) = [x for x in lines if "second start" in x]
     assert "AOTAutograd's cache has taken no program" in line
 
 
-def on_another_machine() -> list[Start]:
+@on_ranks(2, timeout=175)
+def test_what_was_saved_is_found_in_an_empty_cache() -> None:
+    """By torch.compiler.save_cache_artifacts, as for a machine that starts later."""
     CacheArtifactManager.clear()  # what other tests have compiled in this process
     with kept():
         cold = start(Kind(), ZIGZAG)
@@ -252,12 +225,6 @@ def on_another_machine() -> list[Start]:
     assert saved is not None, "nothing was compiled"
     with kept():
         torch.compiler.load_cache_artifacts(saved[0])
-        return [cold, start(Kind(), ZIGZAG)]
-
-
-@on_ranks(2, timeout=175)
-def test_what_was_saved_is_found_in_an_empty_cache() -> None:
-    """By torch.compiler.save_cache_artifacts, as for a machine that starts later."""
-    cold, warm = on_another_machine()
+        warm = start(Kind(), ZIGZAG)
     check_same(cold, warm)
     assert (cold.cache, warm.cache) == (MISS, HIT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,19 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
+from torch.distributed.tensor import Replicate, Shard, zeros
 
 from cpcompile import config
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
+from tests.cpu.composition.exchanged import Exchanged
 from tests.cpu.on_ranks import on_ranks
-from tests.support.bounds import check, deviations
+from tests.support.bounds import check, deviations, whole
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS, BATCH = 61, 32, 4, 2, 2, 2
 HEAD_DIM = WIDTH // HEADS
 NEW = 3  # tokens
-
-# What the profiler calls operators that send.
-SENDING = ("c10d::", "_c10d_functional::")
 
 Caches = list[tuple[Tensor, Tensor]]
 
@@ -118,10 +115,7 @@ def decoded(first: Step, then: Step, caches: Caches, prompt: int) -> dict[str, T
         token = list(found.values())[-1][:, -1:].argmax(-1)
         found[f"token {place}"] = then(token, torch.tensor([place]), caches)
     for number, (keys, values) in enumerate(caches):
-        whole = (
-            x.full_tensor() if isinstance(x, DTensor) else x for x in (keys, values)
-        )
-        found[f"keys {number}"], found[f"values {number}"] = whole
+        found |= {f"keys {number}": whole(keys), f"values {number}": whole(values)}
     return found
 
 
@@ -144,15 +138,13 @@ CASES = [
 @on_ranks(lambda case: case.ranks, timeout=180)
 def test_a_prompt_and_tokens(case: Case) -> None:
     """One graph for every length of prompt, and one for any number of tokens."""
-    torch._dynamo.reset()
     counters.clear()
     mesh = sequence_mesh(case.ranks)
     if case.dp > 1:
         shape = (case.dp, case.ranks // case.dp)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
     model = Decoder(case.write).double()
-    options = {"mesh": mesh, "inner": case.inner}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(mesh, model, inner=case.inner)
     then = model if case.eager_tokens else compiled
     found = []
     for prompt in case.prompts:
@@ -168,16 +160,12 @@ def test_a_prompt_and_tokens(case: Case) -> None:
 @on_ranks(2)
 def test_one_collective_per_layer() -> None:
     """Of (out, lse); neither keys nor activations travel."""
-    torch._dynamo.reset()
     model = Decoder("index_copy_").double()
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
-    caches = new_caches(41, options["mesh"])
+    compiled = compiled_on(2, model)
+    caches = new_caches(41, sequence_mesh(2))
     given = torch.zeros(BATCH, 1, dtype=torch.int64), torch.tensor([3]), caches
     with torch.no_grad(), config.patch(check_ranks=0):
         compiled(*given)
-        with torch.profiler.profile() as profile:
+        with Exchanged("c10d::", "_c10d_functional::") as found:
             compiled(*given)
-    names = (event.name for event in profile.events())
-    found = Counter(x for x in names if x.startswith(SENDING))
     assert found == {"c10d::_allgather_base_": LAYERS}, found

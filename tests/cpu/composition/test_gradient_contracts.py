@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from cpcompile.errors import InputError
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import warnings
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.composition.training import (
     batches,
     compare,
@@ -37,18 +38,11 @@ def wrapped(mesh, how: str, options: dict) -> nn.Module:
     """The model, its blocks compiled, under a wrapper that averages over `mesh`."""
     model = new_gpt()
     options = {"inner": "aot_eager"} | options
-    if how == "ddp of checkpointed blocks":
+    if "ddp" in how:
         for i, block in enumerate(model.layers):
             block.compile(backend="cp", options=options)
             model.layers[i] = checkpoint_wrapper(block)
         return DistributedDataParallel(model)
-    if "ddp" in how:
-        if how == "ddp of compiled":
-            model.compile(backend="cp", options=options)
-            return DistributedDataParallel(model)
-        return torch.compile(
-            DistributedDataParallel(model), backend="cp", options=options
-        )
     for i, block in enumerate(model.layers):
         if "checkpointed" in how:
             block = model.layers[i] = checkpoint_wrapper(block)
@@ -63,7 +57,6 @@ def wrapped(mesh, how: str, options: dict) -> nn.Module:
 
 
 def run(how: str, over: str, grad_sync: str = "auto") -> list[Deviation]:
-    torch._dynamo.reset()
     shape = (1, 4) if over == "cp" else (2, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
     reduced = {
@@ -87,8 +80,6 @@ CASES = [
     ("blocks", "dp x cp"),
     ("blocks", "cp"),
     ("blocks", "dp"),
-    ("ddp of compiled", "dp_cp"),
-    ("compiled ddp", "dp_cp"),
     ("ddp of checkpointed blocks", "dp_cp"),
 ]
 
@@ -109,7 +100,6 @@ def test_averaging_wrappers(how, over, grad_sync):
 @on_ranks(4)
 def test_wrappers_that_sum() -> None:
     """FSDP2 with a divisor of the user's own takes sums, here those of four losses."""
-    torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = wrapped(mesh["dp", "cp"]._flatten("dp_cp"), "blocks", {"mesh": mesh})
     for block in model.layers:
@@ -139,7 +129,6 @@ def test_wrappers_that_sum() -> None:
 )
 @on_ranks(4)
 def test_contradictions_are_refused(over, grad_sync, needed):
-    """The ranks of rank 0 are said by it."""
     with pytest.raises(BackendCompilerFailed) as caught:
         run("blocks", over, grad_sync)
     text = str(caught.value)
@@ -150,15 +139,12 @@ def test_contradictions_are_refused(over, grad_sync, needed):
 
 @on_ranks(2)
 def test_hooks_that_break_the_graph_are_warned_of():
-    """The whole model is compiled under FSDP2, whose hooks break its graph."""
-    torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     model, both = new_gpt(), mesh["dp", "cp"]._flatten("dp_cp")
     for block in model.layers:
         fully_shard(block, mesh=both)
     fully_shard(model, mesh=both)
-    options = {"mesh": mesh, "inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(mesh, model)
     steps = ([batch] for batch in batches(TOKENS))
     with warnings() as said:
         got = train(model, steps, lambda t, y: loss_of(compiled(t), y))
@@ -188,11 +174,9 @@ def check_gradients(model: nn.Module) -> None:
 @on_ranks(2)
 def test_a_program_that_is_unwrapped_later(first_wrapped, train):
     """One program, called under DDP and without it, in either order."""
-    torch._dynamo.reset()
     model = new_gpt()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-    options = {"mesh": mesh, "inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(mesh, model)
     calls = [DistributedDataParallel(compiled), compiled]
     tokens, labels = next(batches(TOKENS))
 
@@ -219,7 +203,6 @@ def test_a_program_that_is_unwrapped_later(first_wrapped, train):
 @on_ranks(2)
 def test_a_reentrant_checkpoint_that_is_unwrapped_later(first_wrapped):
     """Its forward runs without gradients, and its program under the backward."""
-    torch._dynamo.reset()
     model = new_gpt()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     for block in model.layers:

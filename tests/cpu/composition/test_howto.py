@@ -14,14 +14,20 @@ import pytest
 ROOT = Path(__file__).parents[3]
 RUN = Path(__file__).parent / "run_script.py"
 STEPS = 3
+Steps = dict[int, tuple[float, ...]]  # loss and norm
 
 
-def trained(ranks: int, *options: str) -> dict[int, tuple[float, ...]]:
-    """(loss, norm) of each step that ran."""
-    common = ["--dtype=float64", "--tokens=33", f"--steps={STEPS}"]
-    out = run("train_fsdp2_cp.py", ranks, *common, *options)
+def steps(script: str, ranks: int, *options: str) -> Steps:
+    """(loss, norm) of each step that ran; what is printed has 12 digits."""
+    out = run(script, ranks, *options)
     lines = re.findall(r"step (\d+): loss (\S+), norm (\S+)", out)
     return {int(step): (float(loss), float(norm)) for step, loss, norm in lines}
+
+
+def check(got: Steps, alone: Steps) -> None:
+    assert got.keys() == alone.keys() and got
+    for step, values in got.items():
+        assert values == pytest.approx(alone[step], rel=1e-9), step
 
 
 def run(script: str, ranks: int, *options: str) -> str:
@@ -42,7 +48,12 @@ def run(script: str, ranks: int, *options: str) -> str:
 
 @pytest.mark.timeout(1200)
 def test_training_and_resuming_on_other_numbers_of_ranks(tmp_path) -> None:
-    """float64; what is printed has 12 digits, AdamW may amplify what follows them."""
+    """float64; AdamW may amplify what follows the digits that are printed."""
+
+    def trained(ranks: int, *options: str) -> Steps:
+        common = ["--dtype=float64", "--tokens=33", f"--steps={STEPS}"]
+        return steps("train_fsdp2_cp.py", ranks, *common, *options)
+
     alone = trained(1)
     assert sorted(alone) == list(range(STEPS))
     path = str(tmp_path / "checkpoint")
@@ -53,8 +64,8 @@ def test_training_and_resuming_on_other_numbers_of_ranks(tmp_path) -> None:
         (3, ("--cp=3", f"--resume={path}")),
         (4, ("--cp=4", f"--resume={path}")),
     ):
-        for step, values in trained(ranks, *options).items():
-            assert values == pytest.approx(alone[step], rel=1e-9), (ranks, step)
+        got = trained(ranks, *options)
+        check(got, {step: alone[step] for step in got})
 
 
 @pytest.mark.timeout(1200)
@@ -94,13 +105,6 @@ def test_tokens_of_transformers() -> None:
         assert f"graphs 2, keys on a rank [1, 2, {part}, 8]" in out
 
 
-def steps(script: str, ranks: int, *options: str) -> list[tuple[float, float]]:
-    """(loss, norm) of each step of a script; what is printed has 12 digits."""
-    out = run(script, ranks, *options)
-    lines = re.findall(r"step \d+: loss (\S+), norm (\S+)", out)
-    return [(float(loss), float(norm)) for loss, norm in lines]
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("library", ["fabric", "accelerate"])
 def test_loops_of_libraries(library: str) -> None:
@@ -108,9 +112,7 @@ def test_loops_of_libraries(library: str) -> None:
     alone = steps("train_loops.py", 1, library)
     assert len(alone) == 4
     for ranks, options in ((2, ["--cp=2"]), (4, ["--dp=2", "--cp=2"])):
-        got = steps("train_loops.py", ranks, library, *options)
-        for ours, wanted in zip(got, alone, strict=True):
-            assert ours == pytest.approx(wanted, rel=1e-9)
+        check(steps("train_loops.py", ranks, library, *options), alone)
 
 
 @pytest.mark.timeout(900)
@@ -119,9 +121,7 @@ def test_post_training(method: str) -> None:
     """float64; tests/cpu/training/test_post_training.py compares all methods."""
     alone = steps("post_training.py", 1, method)
     assert len(alone) == 3
-    got = steps("post_training.py", 4, method, "--dp=2", "--cp=2")
-    for ours, wanted in zip(got, alone, strict=True):
-        assert ours == pytest.approx(wanted, rel=1e-9)
+    check(steps("post_training.py", 4, method, "--dp=2", "--cp=2"), alone)
 
 
 def test_the_page_about_post_training_quotes_its_scripts() -> None:

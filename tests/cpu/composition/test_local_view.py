@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,28 +28,7 @@ from tests.cpu.composition.training import (
     train,
 )
 from tests.cpu.on_ranks import on_ranks
-from tests.support.bounds import Deviation, check, deviations, gradients
-
-
-def run(
-    shape: tuple[int, int], tokens: int, layout: str, checkpointed: bool, inner: str
-) -> tuple[list[Deviation], list[tuple[int, ...]], Counter[str]]:
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
-    both = mesh["dp", "cp"]._flatten("dp_cp")
-    model = new_gpt()
-    options = {"inner": inner, "strategy": "ring"}
-    style = cp.ContextParallel(options=options, fullgraph=True)
-    shapes = shard_blocks(model, mesh, style, both, checkpointed)
-    dp = mesh["dp"].get_group()
-    loss = loss_of_local_tokens(model, mesh, layout)
-    steps = ([tuple(local_rows(x, dp) for x in batch)] for batch in batches(tokens))
-    got = train(model, steps, loss, mean_over(dist.group.WORLD))
-    (rows, _), *_ = batches(tokens)
-    with Exchanged() as counts:
-        loss(local_rows(rows, dp), local_rows(rows, dp)).backward()
-    return compare(got, in_one_process(tokens)), shapes, counts
-
+from tests.support.bounds import check, deviations, gradients
 
 CASES = {
     "ring": ((1, 2), 32, "contiguous", False, "aot_eager"),
@@ -65,16 +42,28 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_training_in_the_local_view(pools, case) -> None:
-    (dp, ranks), tokens = case[0], case[1]
-    for found, shapes, counts in pools[dp * ranks].run(run, *case, timeout=150):
-        check(found)
-        assert max(shape[1] for shape in shapes) <= -(-tokens // ranks)
-        # FSDP2 gathers a block twice and its root once; the rest is a ring's messages.
-        gathers, scatters = 2 * LAYERS + 1, LAYERS + 1
-        assert counts.pop("c10d::_allgather_base_") == gathers
-        assert counts.pop("c10d::_reduce_scatter_base_") == scatters
-        assert set(counts) == {"c10d::send", "c10d::recv_", "cp::ring_shift"}
+@on_ranks(lambda case: case[0][0] * case[0][1])
+def test_training_in_the_local_view(case) -> None:
+    shape, tokens, layout, checkpointed, inner = case
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+    both = mesh["dp", "cp"]._flatten("dp_cp")
+    model = new_gpt()
+    options = {"inner": inner, "strategy": "ring"}
+    style = cp.ContextParallel(options=options, fullgraph=True)
+    shapes = shard_blocks(model, mesh, style, both, checkpointed)
+    dp = mesh["dp"].get_group()
+    loss = loss_of_local_tokens(model, mesh, layout)
+    steps = ([tuple(local_rows(x, dp) for x in batch)] for batch in batches(tokens))
+    got = train(model, steps, loss, mean_over(dist.group.WORLD))
+    (rows, _), *_ = batches(tokens)
+    with Exchanged() as counts:
+        loss(local_rows(rows, dp), local_rows(rows, dp)).backward()
+    check(compare(got, in_one_process(tokens)))
+    assert max(shape[1] for shape in shapes) <= -(-tokens // mesh["cp"].size())
+    # FSDP2 gathers a block twice and its root once; the rest is a ring's messages.
+    assert counts.pop("c10d::_allgather_base_") == 2 * LAYERS + 1
+    assert counts.pop("c10d::_reduce_scatter_base_") == LAYERS + 1
+    assert set(counts) == {"c10d::send", "c10d::recv_", "cp::ring_shift"}
 
 
 class LossOf(nn.Module):
@@ -110,7 +99,6 @@ class Whole(nn.Module):
 @on_ranks(2)
 def test_a_loss_inside_of_a_module(inner: str, tokens: int) -> None:
     """It is the same on every rank, and needs no factor: FSDP2 takes the mean."""
-    torch._dynamo.reset()
     ids, labels = next(batches(tokens))
     alone = Whole()
     loss = alone(ids, labels)

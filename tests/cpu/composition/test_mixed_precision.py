@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import cpcompile as cp
 from tests.cpu.composition.training import (
     batches,
     local_rows,
@@ -18,24 +19,11 @@ from tests.cpu.composition.training import (
     relative_error,
     rounded_gradients,
 )
+from tests.cpu.on_ranks import on_ranks
 
 TOKENS = 64
 WORSE = 1.5  # the error with cp may be so many times that of the same run without
 BF16 = torch.bfloat16
-
-
-def run(how: str, inner: str) -> tuple[float, float]:
-    """Relative errors of all gradients, with cp and without."""
-    torch._dynamo.reset()
-    ranks = dist.get_world_size()
-    shape = (ranks // 2, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
-    exact = rounded_gradients(new_gpt(), *next(batches(TOKENS)))
-    step = fsdp if how == "policy" else whole_model
-    options = {"mesh": mesh, "inner": inner}
-    found = (step(how, mesh, each) for each in (options, None))
-    with_cp, without = (relative_error(x, exact) for x in found)
-    return with_cp, without
 
 
 def whole_model(
@@ -47,6 +35,20 @@ def whole_model(
     autocast = torch.autocast("cpu", BF16) if how == "autocast" else nullcontext()
     with autocast:
         return rounded_gradients(model, *next(batches(TOKENS)))
+
+
+def sharded(
+    how: str, mesh: DeviceMesh, options: dict[str, object] | None
+) -> dict[str, Tensor]:
+    """Parameters that are gathered in bfloat16."""
+    if options is None:
+        return whole_model("parameters", mesh, None)
+    model = new_gpt().float()
+    cp.shard_parameters(model, mesh, param_dtype=BF16, reduce_dtype=torch.float32)
+    model.compile(backend="cp", options=options)
+    gradients = rounded_gradients(model, *next(batches(TOKENS)))
+    assert all(x.dtype == torch.float32 for x in gradients.values())
+    return gradients
 
 
 def fsdp(
@@ -67,8 +69,15 @@ def fsdp(
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("how", ["autocast", "parameters", "policy"])
-def test_errors_are_those_without_context_parallelism(pools, how, inner) -> None:
-    ranks = 4 if how == "policy" else 2
-    for with_cp, without in pools[ranks].run(run, how, inner, timeout=150):
-        assert 0 < with_cp <= WORSE * without, (with_cp, without)
+@pytest.mark.parametrize("how", ["autocast", "parameters", "policy", "sharded"])
+@on_ranks(lambda how: 4 if how == "policy" else 2)
+def test_errors_are_those_without_context_parallelism(how, inner) -> None:
+    """Of all gradients, relative ones."""
+    shape = (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+    exact = rounded_gradients(new_gpt(), *next(batches(TOKENS)))
+    step = {"policy": fsdp, "sharded": sharded}.get(how, whole_model)
+    options = {"mesh": mesh, "inner": inner}
+    found = (step(how, mesh, each) for each in (options, None))
+    with_cp, without = (relative_error(x, exact) for x in found)
+    assert 0 < with_cp <= WORSE * without, (with_cp, without)

@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.cpu.against_one_process import run
-from tests.support.bounds import Deviation, check, deviations
+from tests.cpu.on_ranks import on_ranks
+from tests.support.bounds import check, deviations
 
 WIDTH, HEADS, HEAD_DIM = 32, 8, 4
 
@@ -54,13 +55,15 @@ def in_parallel(model: nn.Module, mesh) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-def compared(
-    how: str, shape: tuple[int, int], mixers: str, tokens: int
-) -> tuple[list[Deviation], int]:
-    """What differs from one process; the mixers that are exchanged, or gathered."""
-    torch._dynamo.reset()
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("tokens", [16, 18, 37])
+@pytest.mark.parametrize("mixers", ["exchange", "auto"])
+@pytest.mark.parametrize(
+    ("how", "shape"), [("tp", (2, 2)), ("fsdp", (2, 1)), ("fsdp", (2, 2))]
+)
+@on_ranks(lambda shape: shape[0] * shape[1], timeout=180)
+def test_it_equals_one_process(how, shape, mixers, tokens):
     counters.clear()
-    torch.manual_seed(0)
     alone = nn.Sequential(Layer(), Layer()).double()
     x = torch.randn(2, tokens, WIDTH, dtype=torch.float64)
     wanted = run(alone, x.clone().requires_grad_(), alone)
@@ -68,32 +71,17 @@ def compared(
     model = copy.deepcopy(alone)
     if shape[1] > 1:
         model = in_parallel(model, mesh["tp"])
-    strategy = mixers
-    options = {"mesh": mesh, "inner": "aot_eager", "strategy": strategy}
-    options |= {"shard": {"x": 1}}
+    options = {"mesh": mesh, "inner": "aot_eager", "strategy": mixers}
     if "fsdp" in how:  # each layer is compiled by itself, as FSDP2's hooks ask for
         axes = mesh["cp"] if shape[1] > 1 else mesh._flatten("all")
         for layer in model:  # type: ignore[attr-defined]
-            layer.compile(backend="cp", options=options)
+            layer.compile(backend="cp", options=options | {"shard": {"x": 1}})
             fully_shard(layer, mesh=axes)
         fully_shard(model, mesh=axes)
         call = model
     else:
-        call = torch.compile(model, backend="cp", options=options | {"shard": {}})
+        call = torch.compile(model, backend="cp", options=options)
     got = run(call, x.clone().requires_grad_(), model)
-    return deviations(got, wanted), counters["cpcompile"]["exchange_mixers"]
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("tokens", [16, 18, 37])
-@pytest.mark.parametrize("mixers", ["exchange", "auto"])
-@pytest.mark.parametrize(
-    ("how", "shape"), [("tp", (2, 2)), ("fsdp", (2, 1)), ("fsdp", (2, 2))]
-)
-def test_it_equals_one_process(pools, how, shape, mixers, tokens):
-    world = shape[0] * shape[1]
-    for found, count in pools[world].run(
-        compared, how, shape, mixers, tokens, timeout=180
-    ):
-        check(found)
-        assert count or mixers == "auto"  # one program serves both blocks of FSDP2
+    check(deviations(got, wanted))
+    # One program serves both blocks of FSDP2.
+    assert counters["cpcompile"]["exchange_mixers"] or mixers == "auto"

@@ -11,7 +11,7 @@ from torch._dynamo import compiled_autograd
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.cpu.against_one_process import warnings
-from tests.cpu.attention_cases import compiled_on, sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.composition.training import batches, loss_of, new_gpt
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations, gradients
@@ -29,19 +29,15 @@ def exact() -> dict[str, Tensor]:
 @on_ranks(2)
 def test_a_whole_step_under_compiled_autograd() -> None:
     """Forward and backward are in what is compiled, the latter by compiled autograd."""
-    torch._dynamo.reset()
     model = new_gpt()
-    mesh = sequence_mesh(2)
 
     def train_step(tokens: Tensor, labels: Tensor) -> Tensor:
         loss = loss_of(model(tokens), labels)
         loss.backward()
         return loss.detach()
 
-    options = {"mesh": mesh, "inner": "aot_eager"}
     with torch._dynamo.config.patch(compiled_autograd=True):
-        compiled = torch.compile(train_step, backend="cp", options=options)
-        loss = compiled(*next(batches(TOKENS)))
+        loss = compiled_on(2, train_step)(*next(batches(TOKENS)))
     named = model.named_parameters()
     got = {"loss": loss} | {f"grad of {n}": p.grad for n, p in named}
     check(deviations(got, exact()))
@@ -51,7 +47,6 @@ def test_a_whole_step_under_compiled_autograd() -> None:
 @on_ranks(2)
 def test_compiled_autograd_around_a_part(compiled_too: bool) -> None:
     """Only the backward runs under compiled autograd, compiled by another backend."""
-    torch._dynamo.reset()
     model = new_gpt()
     compiled = compiled_on(2, model)
     tokens, labels = next(batches(TOKENS))
@@ -66,7 +61,6 @@ def test_compiled_autograd_around_a_part(compiled_too: bool) -> None:
 @on_ranks(2)
 def test_a_first_call_under_a_dispatch_mode_is_warned_of() -> None:
     """Dynamo skips it; the next call is compiled."""
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = new_gpt()
     compiled = compiled_on(2, model)

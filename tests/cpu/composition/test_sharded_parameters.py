@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.composition.training import (
     batches,
     clean,
@@ -32,8 +33,6 @@ from tests.cpu.composition.training import (
     loss_of_local_tokens,
     mean_over,
     new_gpt,
-    relative_error,
-    rounded_gradients,
     train,
 )
 from tests.cpu.on_ranks import on_ranks
@@ -44,7 +43,6 @@ MAX_NORM = 0.1  # which clips
 
 def run(shape: tuple[int, int], tokens: int, how: str, inner: str) -> list[Deviation]:
     """Training on dp x cp."""
-    torch._dynamo.reset()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
     model = new_gpt("tied" in how)
     names = set(model.state_dict())
@@ -56,13 +54,12 @@ def run(shape: tuple[int, int], tokens: int, how: str, inner: str) -> list[Devia
     cp.shard_parameters(model, mesh, axes=axes, reshard_after_forward=not keep)
     assert {clean(n) for n in model.state_dict()} == names
     assert all(isinstance(x, DTensor) for x in model.parameters())
-    options = {"mesh": mesh, "inner": inner}
     call = model
     if "blocks" in how:
         for block in model.layers:
-            block.compile(backend="cp", options=options)
+            block.compile(backend="cp", options={"mesh": mesh, "inner": inner})
     elif "eager" not in how:
-        call = torch.compile(model, backend="cp", fullgraph=True, options=options)
+        call = compiled_on(mesh, model, fullgraph=True, inner=inner)
     dp = mesh["dp"].get_group()
     pieces = 2 if "accumulated" in how else 1
 
@@ -110,7 +107,6 @@ def test_rows_that_ranks_do_not_divide(inner) -> None:
 @on_ranks(4)
 def test_training_in_the_local_view(layout) -> None:
     """Blocks that take and return this rank's tokens."""
-    torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "cp"))
     model = cp.shard_parameters(new_gpt(), mesh)
     style = cp.ContextParallel(options={"inner": "aot_eager"})
@@ -127,7 +123,6 @@ def test_training_in_the_local_view(layout) -> None:
 @on_ranks(4)
 def test_all_parameters_travel_together(keep) -> None:
     """They fit into one bucket; the other all-gather brings the logits together."""
-    torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = cp.shard_parameters(new_gpt(), mesh, reshard_after_forward=not keep)
     compiled = torch.compile(model, backend="cp", options={"mesh": mesh})
@@ -142,8 +137,7 @@ def test_all_parameters_travel_together(keep) -> None:
         names = (e.name.removeprefix("_c10d_functional::") for e in profile.events())
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         sent.append(Counter(n for n in names if n.startswith(kinds)))
-    forward = sent[0]
-    backward = sent[1]
+    forward, backward = sent
     assert sum(n for k, n in forward.items() if "gather" in k) == 2, forward
     gathers = sum(n for k, n in backward.items() if "gather" in k)
     assert gathers == (0 if keep else 1), backward
@@ -151,15 +145,15 @@ def test_all_parameters_travel_together(keep) -> None:
     assert not any("all_reduce" in k for k in forward + backward)
 
 
-def saved_for_backward(reshard: bool) -> int:
-    """The bytes that a compiled forward keeps of what is no input of it."""
-    torch._dynamo.reset()
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_what_was_gathered_is_freed(reshard) -> None:
+    """Of what is no input a compiled forward keeps little, or the gathered weights."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     cp.shard_parameters(model, mesh, reshard_after_forward=reshard)
-    options = {"mesh": mesh, "inner": "aot_eager", "shard": {"input": 1}}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(mesh, model, shard={"input": 1})
     sizes: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -170,25 +164,20 @@ def saved_for_backward(reshard: bool) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         compiled(torch.randn(1, 4, 64))
     local = {x._local_tensor.untyped_storage().data_ptr() for x in model.parameters()}
-    return sum(size for at, size in sizes.items() if at not in local)
+    size = sum(size for at, size in sizes.items() if at not in local)
+    gathered = 4 * 64 * 64 * 4  # the first layer's is not needed
+    assert size < gathered / 4 if reshard else size >= gathered * 3 / 4, size
 
 
-def test_what_was_gathered_is_freed(pools) -> None:
-    gathered = 4 * 64 * 64 * 4
-    for size in pools[2].run(saved_for_backward, True):
-        assert size < gathered / 4, size
-    for size in pools[2].run(saved_for_backward, False):
-        assert size >= gathered * 3 / 4, size  # the first layer's is not needed
-
-
-def state(mesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+def state() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = cp.shard_parameters(new_gpt(), mesh)
     return model, torch.optim.AdamW(model.parameters(), 1e-2)
 
 
-def steps_of(model, optimizer, mesh, first: int, last: int) -> dict[str, Tensor]:
-    options = {"mesh": mesh, "inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
+def steps_of(model, optimizer, first: int, last: int) -> dict[str, Tensor]:
+    compiled = compiled_on(next(model.parameters()).device_mesh, model)
     for tokens, labels in list(batches(16))[first:last]:
         loss_of(compiled(tokens), labels).backward()
         optimizer.step()
@@ -198,27 +187,23 @@ def steps_of(model, optimizer, mesh, first: int, last: int) -> dict[str, Tensor]
 
 def save(folder: str) -> dict[str, Tensor]:
     """Two steps, a checkpoint, and the weights after the third step."""
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model, optimizer = state(mesh)
-    steps_of(model, optimizer, mesh, 0, 2)
+    model, optimizer = state()
+    steps_of(model, optimizer, 0, 2)
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    return steps_of(model, optimizer, mesh, 2, 3)
+    return steps_of(model, optimizer, 2, 3)
 
 
 def resume(folder: str) -> dict[str, Tensor]:
     """The weights after the third step, from the checkpoint."""
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model, optimizer = state(mesh)
+    model, optimizer = state()
     with torch.no_grad():
         for x in model.parameters():
             x.zero_()
     weights, moments = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    return steps_of(model, optimizer, mesh, 2, 3)
+    return steps_of(model, optimizer, 2, 3)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
@@ -226,27 +211,3 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_others(pools, tmp_path, ranks) 
     wanted, _ = pools[2].run(save, str(tmp_path), timeout=120)
     for got in pools[ranks].run(resume, str(tmp_path), timeout=120):
         check(deviations(got, wanted))
-
-
-@on_ranks(2)
-def test_gathered_in_bfloat16() -> None:
-    """Errors against float64 of bfloat16 parameters: with cp, and in one process."""
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-    tokens, labels = next(batches(64))
-    exact = rounded_gradients(new_gpt(), tokens, labels)
-    alone = new_gpt().float()
-    for x in alone.parameters():
-        x.data = x.data.bfloat16()
-    rounded = rounded_gradients(alone, tokens, labels)
-    model = new_gpt().float()
-    bf16 = torch.bfloat16
-    cp.shard_parameters(model, mesh, param_dtype=bf16, reduce_dtype=torch.float32)
-    options = {"mesh": mesh, "inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
-    loss_of(compiled(tokens).float(), labels).backward()
-    got = {n: whole(x.grad) for n, x in model.named_parameters()}
-    assert all(x.dtype == torch.float32 for x in got.values())
-    with_cp = relative_error(got, exact)
-    alone = relative_error(rounded, exact)
-    assert with_cp <= 1.5 * alone, (with_cp, alone)

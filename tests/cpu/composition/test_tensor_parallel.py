@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -25,8 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import cpcompile as cp
-from cpcompile.ops.comm.communication import group_by_name
-from cpcompile.torch_patches import dead_collectives
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.composition.exchanged import Exchanged
 from tests.cpu.composition.training import (
     LAYERS,
@@ -42,7 +42,8 @@ from tests.cpu.composition.training import (
     train,
 )
 from tests.cpu.on_ranks import on_ranks
-from tests.support.bounds import Deviation, check
+from tests.golden.pipeline.test_tensor_parallel import TOKENS, WITH_EMBEDDING, Layer
+from tests.support.bounds import check, deviations
 
 
 def parallelized(mesh: DeviceMesh, tokens_too: bool) -> nn.Module:
@@ -70,34 +71,6 @@ def parallelized(mesh: DeviceMesh, tokens_too: bool) -> nn.Module:
     return parallelize_module(new_gpt(), mesh["tp"], plan)
 
 
-def run(
-    shape: tuple[int, int, int], tokens: int, sharded: str, how: str, inner: str
-) -> list[Deviation]:
-    """Training on dp x cp x tp."""
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
-    model = parallelized(mesh, sharded == "tokens")
-    options = {"mesh": mesh, "inner": inner}
-    if "zigzag" in how:
-        options |= {"strategy": "ring", "layout": "zigzag"}
-    call = model
-    if "whole" in how:
-        call = torch.compile(model, backend="cp", fullgraph=True, options=options)
-    else:
-        for i, block in enumerate(model.layers):
-            if "checkpointed" in how:
-                block = model.layers[i] = checkpoint_wrapper(block)
-            block.compile(backend="cp", options=options)
-            if "fsdp" in how:
-                fully_shard(block, mesh=mesh["dp", "cp"]._flatten("dp_cp"))
-    if "fsdp" in how:
-        fully_shard(model, mesh=mesh["dp_cp"])
-    dp = mesh["dp"].get_group()
-    steps = ([tuple(local_rows(x, dp) for x in pair)] for pair in batches(tokens))
-    got = train(model, steps, lambda t, y: loss_of(call(t), y), mean_over(dp))
-    return compare(got, in_one_process(tokens))
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("sharded", "how", "shape", "tokens", "inner"),
@@ -118,24 +91,28 @@ def run(
 )
 @on_ranks(4, timeout=280)
 def test_training(sharded, how, shape, tokens, inner) -> None:
-    check(run(shape, tokens, sharded, how, inner))
-
-
-def run_local(
-    tokens: int, sharded: str, layout: str, checkpointed: bool, inner: str
-) -> tuple[list[Deviation], list[int]]:
-    """FSDP2 over dp x cp of blocks that are tensor parallel and have local tokens."""
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
-    both = mesh["dp", "cp"]._flatten("dp_cp")
+    """Training on dp x cp x tp."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
     model = parallelized(mesh, sharded == "tokens")
-    style = cp.ContextParallel(options={"inner": inner, "strategy": "ring"})
-    shapes = shard_blocks(model, mesh, style, both, checkpointed)
-
-    loss = loss_of_local_tokens(model, mesh, layout)
-    steps = ([batch] for batch in batches(tokens))
-    got = train(model, steps, loss, mean_over(dist.group.WORLD))
-    return compare(got, in_one_process(tokens)), [shape[1] for shape in shapes]
+    options = {"mesh": mesh, "inner": inner}
+    if "zigzag" in how:
+        options |= {"strategy": "ring", "layout": "zigzag"}
+    call = model
+    if "whole" in how:
+        call = compiled_on(mesh, model, fullgraph=True, **options)
+    else:
+        for i, block in enumerate(model.layers):
+            if "checkpointed" in how:
+                block = model.layers[i] = checkpoint_wrapper(block)
+            block.compile(backend="cp", options=options)
+            if "fsdp" in how:
+                fully_shard(block, mesh=mesh["dp", "cp"]._flatten("dp_cp"))
+    if "fsdp" in how:
+        fully_shard(model, mesh=mesh["dp_cp"])
+    dp = mesh["dp"].get_group()
+    steps = ([tuple(local_rows(x, dp) for x in pair)] for pair in batches(tokens))
+    got = train(model, steps, lambda t, y: loss_of(call(t), y), mean_over(dp))
+    check(compare(got, in_one_process(tokens)))
 
 
 @pytest.mark.timeout(300)
@@ -156,9 +133,19 @@ def run_local(
 def test_training_in_the_local_view(
     tokens, sharded, layout, checkpointed, inner
 ) -> None:
-    found, shapes = run_local(tokens, sharded, layout, checkpointed, inner)
-    check(found)
-    assert max(shapes) <= -(-tokens // (4 if sharded == "tokens" else 2))
+    """FSDP2 over dp x cp of blocks that are tensor parallel and have local tokens."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    both = mesh["dp", "cp"]._flatten("dp_cp")
+    model = parallelized(mesh, sharded == "tokens")
+    style = cp.ContextParallel(options={"inner": inner, "strategy": "ring"})
+    shapes = shard_blocks(model, mesh, style, both, checkpointed)
+
+    loss = loss_of_local_tokens(model, mesh, layout)
+    steps = ([batch] for batch in batches(tokens))
+    got = train(model, steps, loss, mean_over(dist.group.WORLD))
+    check(compare(got, in_one_process(tokens)))
+    most = max(shape[1] for shape in shapes)
+    assert most <= -(-tokens // (4 if sharded == "tokens" else 2))
 
 
 class Sent(NamedTuple):
@@ -204,29 +191,6 @@ def profiled(call, tokens: Tensor, labels: Tensor) -> Sent:
     return Sent(*found)
 
 
-def in_the_graphs(graphs: list[dead_collectives.Partition], mesh: DeviceMesh) -> Sent:
-    """By kind and axis, with attention by the name of its operator."""
-    axes = {tuple(mesh[x].mesh.tolist()): x for x in mesh.mesh_dim_names}
-    ((*modules,),) = graphs
-    found = Sent(Counter(), Counter())
-    for module, counts in zip(modules, found, strict=True):
-        for node in module.graph.nodes:
-            if getattr(node.target, "namespace", None) not in (
-                "cp",
-                "_c10d_functional",
-            ):
-                continue
-            name = node.target._opname
-            if node.target.namespace != "cp":
-                name = kind(name) or name
-            given = zip(node.target._schema.arguments, node.args, strict=False)
-            groups = [x for a, x in given if a.name in ("group", "group_name")]
-            for group in groups:
-                ranks = dist.get_process_group_ranks(group_by_name(group))
-                counts[name, axes[tuple(ranks)]] += 1
-    return found
-
-
 @pytest.mark.parametrize("sharded", ["tokens", "heads"])
 @pytest.mark.parametrize("strategy", ATTENTION)
 @on_ranks(4)
@@ -236,18 +200,15 @@ def test_what_a_step_sends(sharded, strategy) -> None:
     The one gather over cp brings the logits together, because the loss is outside. No
     gradient that leaves the graph is a summand.
     """
-    torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     batch = next(batches(16))
     model = parallelized(mesh, sharded == "tokens")
     alone = profiled(model, *batch)
     placements = [getattr(p.grad, "placements", None) for p in model.parameters()]
     model = parallelized(mesh, sharded == "tokens")
-    options = {"mesh": mesh, "inner": "aot_eager", "strategy": strategy}
-    call = torch.compile(model, backend="cp", fullgraph=True, options=options)
-    with dead_collectives.partitions() as graphs:
-        loss_of(call(batch[0]), batch[1]).backward()
-    ours, in_graph = profiled(call, *batch), in_the_graphs(graphs, mesh)
+    call = compiled_on(mesh, model, fullgraph=True, strategy=strategy)
+    loss_of(call(batch[0]), batch[1]).backward()
+    ours = profiled(call, *batch)
     parameters = len(placements)
     summands = placements.count((Partial(),))
     assert summands == (2 * LAYERS + 1 if sharded == "tokens" else 0)  # the norms
@@ -255,14 +216,30 @@ def test_what_a_step_sends(sharded, strategy) -> None:
     sums = Counter(all_reduce=parameters + summands)
     assert ours.forward == alone.forward + more.forward + Counter(all_gather=1)
     assert ours.backward == alone.backward + more.backward + sums
-    tp = [Counter({(k, "tp"): n for k, n in x.items()}) for x in alone]
-    name = f"{strategy}_attention"
-    own = {("all_gather", "cp"): 1, (name, "cp"): LAYERS}
-    assert in_graph.forward == tp[0] + Counter(own)
-    assert in_graph.backward == tp[1] + Counter(
-        {
-            ("all_reduce", "cp"): parameters,
-            ("all_reduce", "tp"): summands,
-            (f"{name}_backward", "cp"): LAYERS,
-        }
-    )
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@on_ranks(4)
+def test_returned_chunks_of_tokens_are_those_of_one_process(layout):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model = nn.Sequential(nn.Embedding(16, 8), Layer()).double()
+    alone, ids = copy.deepcopy(model), torch.randint(16, (2, 8))
+    weights = torch.arange(8.0, dtype=torch.float64)
+    whole = alone(ids)
+    (whole * weights).square().sum().backward()
+    exact = {n: p.grad for n, p in alone.named_parameters()}
+    exact["result"] = whole.detach().chunk(2, 1)[mesh["tp"].get_local_rank()]
+    plan = {f"1.{name}": style for name, style in TOKENS.items()}
+    parallelize_module(model, mesh["tp"], plan | {"0": WITH_EMBEDDING["embedding"]})
+    options = {"strategy": "ring", "layout": layout, "shard": {"input": 1}}
+    result = compiled_on(mesh, model, **options)(ids)
+    (result * weights).square().sum().backward()
+    got = {"result": result.detach()}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            got[name] = grad.full_tensor()
+        else:  # of this rank's chunk alone
+            dist.all_reduce(grad, group=mesh["tp"].get_group())
+            got[name] = grad
+    check(deviations(got, exact))

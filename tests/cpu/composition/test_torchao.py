@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.cpu.against_one_process import warnings
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.models.torchvision_schemas import define_schemas
 from tests.support.bounds import Values, check, deviations, in_one_process, step
@@ -151,7 +151,6 @@ KINDS = (*TRAINED, *ROUNDED, *ADAPTED)
 )
 @on_ranks(2, timeout=290)
 def test_steps_equal_one_process(kinds, inner):
-    results = {}
     for kind in kinds:
         model = made(kind)
         tokens = torch.randint(WORDS, (2, 65))
@@ -163,12 +162,9 @@ def test_steps_equal_one_process(kinds, inner):
         else:
             values = in_float64(kind, *batch), step(model, model, *batch)
         torch._dynamo.reset()
-        options = {"inner": inner, "mesh": sequence_mesh(2)}
-        call = torch.compile(model, backend="cp", options=options, fullgraph=True)
+        call = compiled_on(2, model, fullgraph=True, inner=inner)
         with warnings() as texts:
             got = step(call, model, *batch)
-        results[kind] = deviations(got, *values), texts
-    for kind, (found, texts) in results.items():
-        check(found)
+        check(deviations(got, *values))
         gathered = [x for x in texts if "on gathered tensors" in x]
         assert not gathered, (kind, gathered)

@@ -71,12 +71,10 @@ def compiled(model: Any = None, *, options: Any = None, **kwargs: Any) -> Any:
     return _compile(model, options=options, **kwargs)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_code_of_a_page(pools, page):
+@pytest.mark.parametrize(
+    ("page", "ranks"), [*((page, 2) for page in PAGES), ("behaviour.md", 4)]
+)
+def test_code_of_a_page(pools, page, ranks):
     count = len(blocks(page)) - (page == "start.md")
     assert count
-    assert pools[2].run(run_page, page, timeout=150) == [count] * 2
-
-
-def test_code_for_four_ranks(pools):
-    assert pools[4].run(run_page, "behaviour.md", timeout=150)[0] > 0
+    assert pools[ranks].run(run_page, page, timeout=150) == [count] * ranks

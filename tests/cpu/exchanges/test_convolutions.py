@@ -7,12 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.cpu.against_one_process import run
+from tests.cpu.against_one_process import compare_calls
 from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
-from tests.support.bounds import check, deviations
 from tests.support.forms.convolved_forms import FORMS, TWINS, Model
-from tests.support.settings import split
 
 CASES = [
     *(
@@ -35,14 +33,11 @@ CASES = [
 @pytest.mark.parametrize(("name", "ranks", "length", "options"), CASES)
 @on_ranks("ranks")
 def test_forms(name, ranks, length, options):
-    torch._dynamo.reset()
     model = Model(name).double()
     tokens = torch.randint(23, (2, length), generator=torch.Generator().manual_seed(0))
-    exact = run(model, tokens, model)
-    options, settings = split(options)
+    compare_calls(model, [(tokens,)], ranks, **options).check()
     compiled = compiled_on(ranks, model, **options)
-    with settings:
-        check(deviations(run(compiled, tokens, model), exact))
+    compiled(tokens)
     with torch.profiler.profile() as profile:
         compiled(tokens)
     calls = Counter(event.name for event in profile.events())

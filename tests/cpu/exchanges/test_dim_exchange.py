@@ -42,16 +42,13 @@ def test_values(world, shape, dtype):
         assert torch.equal(exchange(found, target, source, whole), x)
 
 
-def run_gradients(shape):
+@on_ranks(3)
+def test_gradients_go_the_way_back():
+    shape = (2, 7, 5)
     whole, weight = normal(shape, torch.float64), normal(shape, torch.float64).cos()
     x = local(whole, 1).clone().requires_grad_()
     (exchange(x, 1, 2, whole) * local(weight, 2)).sum().backward()
     assert torch.equal(x.grad, local(weight, 1))
-
-
-@on_ranks(3)
-def test_gradients_go_the_way_back():
-    run_gradients((2, 7, 5))
 
 
 @on_ranks(2)

@@ -1,14 +1,11 @@
 """Messages around a real ring arrive, whatever is waited for first; none is left."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from tests.cpu.on_ranks import on_ranks
-from tests.cpu.workers import Pool
 
 ring_shift = torch.ops.cp.ring_shift.default
 ring_wait = torch.ops.cp.ring_wait.default
@@ -64,18 +61,6 @@ def test_messages_do_not_overtake(order):
     assert_arrived(arriving[2:], previous(), 2)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@on_ranks("world")
-def test_around_the_ring(world):
-    """What travels around the whole ring comes home."""
-    mine = message(dist.get_rank(), 7)
-    for step in range(1, world + 1):
-        arriving = ring_shift(mine, group(), f"step {step}")
-        mine = [ring_wait(x, None, f"step {step}") for x in arriving]
-        assert_arrived(mine, previous(step), 7)
-    assert_arrived(mine, dist.get_rank(), 7)
-
-
 @on_ranks(4)
 def test_a_ring_of_some_ranks():
     """The ring of a group that is not all ranks: the neighbours are its own."""
@@ -85,46 +70,3 @@ def test_a_ring_of_some_ranks():
     arriving = ring_shift(message(rank, 3), name, "a test")
     got = [ring_wait(x, None, "a test") for x in arriving]
     assert_arrived(got, (rank + 2) % 4, 3)
-
-
-@on_ranks(2)
-def test_torch_can_wait():
-    """torch's own wait_tensor waits, too: as a compiled graph does it."""
-    arriving = ring_shift(message(dist.get_rank(), 1), group(), "a test")
-    got = [torch.ops._c10d_functional.wait_tensor(x) for x in arriving]
-    assert_arrived(got, previous(), 1)
-
-
-@on_ranks(2)
-def test_an_error_says_what_it_belongs_to():
-    broken = RuntimeError("Connection closed by peer")
-    with (
-        mock.patch.object(dist, "batch_isend_irecv", side_effect=broken),
-        pytest.raises(RuntimeError) as caught,
-    ):
-        ring_shift([torch.ones(4, 3)], group(), "a test")
-    where = f"a test, rank {dist.get_rank()} of 2 in group '0'"
-    assert caught.value.__notes__ == [f"cpcompile: this exchange belongs to {where}"]
-
-
-def check_shift():
-    """opcheck, but for what compares results: nobody waits for them there."""
-    tensors = message(dist.get_rank(), 1)
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    return torch.library.opcheck(
-        ring_shift, (tensors, group(), "a test"), test_utils=utils
-    )
-
-
-def test_opcheck():
-    """In processes of their own: what opcheck sends stays in torch's registry.
-
-    A ring of one rank will not do: gloo sends no message to its own rank. cp::ring_wait
-    cannot be checked, because it returns its argument, as torch's wait_tensor does.
-    """
-    pool = Pool(2)
-    try:
-        for results in pool.run(check_shift):
-            assert set(results.values()) == {"SUCCESS"}
-    finally:
-        pool.close()

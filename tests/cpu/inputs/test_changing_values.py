@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations, gradients
 
@@ -94,54 +94,26 @@ MODELS = {x.__name__: x for x in (Model, Attribute, Temperature, Region, Twice)}
 Step = Callable[[Tensor, float], Tensor]
 
 
-def closure_over(model: nn.Module) -> Step:
-    """Return a step of a function whose factor is no argument."""
-    value = 0.0
-
-    def loss(tokens: Tensor) -> Tensor:
-        return model(tokens, value)
-
-    compiled = torch.compile(loss, backend="cp", options=options())
-
-    def step(tokens: Tensor, factor: float) -> Tensor:
-        nonlocal value
-        value = factor
-        return compiled(tokens)
-
-    return step
-
-
-def options() -> dict[str, object]:
-    return {"mesh": sequence_mesh(2), "inner": "aot_eager"}
-
-
 def batch(rows: int = 2, length: int = 12) -> Tensor:
     return torch.randint(31, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-# The model; whether its float is no argument; `dynamic`; and the programs for VALUES.
-# One use is of a kind that torch.compile keeps no symbol for.
+# The model; `dynamic`; and the programs for VALUES. One use is of a kind that
+# torch.compile keeps no symbol for.
 FLOATS = [
-    *(("Model", closure, None, 2) for closure in (False, True)),
-    *((x, False, None, 2) for x in ("Attribute", "Temperature", "Region")),
-    ("Model", False, True, 2),
-    ("Twice", False, None, 4),
+    *((x, None, 2) for x in ("Model", "Attribute", "Temperature", "Region")),
+    ("Model", True, 2),
+    ("Twice", None, 4),
 ]
 INFINITE = [0.1, 0.2, float("nan"), float("inf"), -float("inf"), 0.0, 0.3]
 
 
-def check_floats(
-    name: str, values: list[float], closure: bool = False, dynamic: bool | None = None
-) -> int:
+def check_floats(name: str, values: list[float], dynamic: bool | None = None) -> int:
     """Compare loss and gradients of each value; return the number of programs."""
-    torch._dynamo.reset()
     counters.clear()
-    torch.manual_seed(0)
     model, tokens = MODELS[name]().double(), batch()
     exact = copy.deepcopy(model)
-    step = closure_over(model)
-    if not closure:
-        step = torch.compile(model, backend="cp", options=options(), dynamic=dynamic)
+    step = compiled_on(2, model, dynamic=dynamic)
     for value in values:
         model.factor = exact.factor = value
         check_step(step, model, exact, tokens, value)
@@ -162,11 +134,11 @@ def check_step(
     check(deviations(*results))
 
 
-@pytest.mark.parametrize(("name", "closure", "dynamic", "programs"), FLOATS)
+@pytest.mark.parametrize(("name", "dynamic", "programs"), FLOATS)
 @on_ranks(2)
-def test_a_float_that_changes_has_two_programs(name, closure, dynamic, programs):
+def test_a_float_that_changes_has_two_programs(name, dynamic, programs):
     values = VALUES[:4] if name == "Twice" else VALUES
-    assert check_floats(name, values, closure, dynamic) == programs
+    assert check_floats(name, values, dynamic) == programs
 
 
 @pytest.mark.parametrize("name", ["Model", "Region"])
@@ -185,12 +157,10 @@ def test_a_float_that_is_not_finite(name):
 @on_ranks(2)
 def test_a_number_of_rows_that_changes_has_two_programs(rows, length):
     """Each of 20 calls is shared out, also where the ranks do not divide the length."""
-    torch._dynamo.reset()
     counters.clear()
-    torch.manual_seed(0)
     model = Model().double()
     exact = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="cp", options=options())
+    compiled = compiled_on(2, model)
     rings = 0
     for n in rows:
         with recording() as reports:
@@ -230,11 +200,9 @@ def _is_near(got: Tensor, wanted: Tensor) -> bool:
 @on_ranks(2)
 def test_a_float_that_changes_has_the_dtype_of_a_number(dtype):
     """And the bits of eager."""
-    torch._dynamo.reset()
     generator = torch.Generator().manual_seed(3)
     x = (torch.randn(2, 12, 3, generator=generator) * 7).to(dtype)
-    given = options() | {"shard": {"x": 1}}
-    step = torch.compile(arithmetic, backend="cp", options=given)
+    step = compiled_on(2, arithmetic, shard={"x": 1})
     for factor in (0.1, 0.3, 1 / 3):
         results = zip(step(x, factor), arithmetic(x, factor), strict=True)
         for place, (got, wanted) in enumerate(results):

@@ -7,12 +7,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-import cpcompile as cp
 from cpcompile import config
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.against_one_process import compare_calls
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
-from tests.support.bounds import Values, check, deviations
 
 FIRST = "rtx_4090"
 OTHER = "h100_sxm"
@@ -33,47 +31,25 @@ class Layers(nn.Module):
         return crossed.transpose(1, 2).flatten(2)
 
 
-def plans_of(model, *args, **options):
-    """(strategy, hardware) per call, and deviations of gradients."""
-    torch._dynamo.reset()
-    defaults = {"inner": "aot_eager", "shard": {"x": 1, "memory": 1}}
-    step = torch.compile(model, backend="cp", options=defaults | options)
-    given = [x.clone().requires_grad_() for x in args]
-    explanation = cp.explain(step, *given)
-    exact = gradients(model, [x.clone().double().requires_grad_() for x in args])
-    rough = gradients(model, [x.clone().requires_grad_() for x in args])
-    found = [(c.plan.chosen.label, c.plan.hardware) for c in explanation.calls]
-    return found, deviations(gradients(step, given), exact, rough)
-
-
-def gradients(call, given) -> Values:
-    found = torch.autograd.grad(call(*given).square().sum(), given)
-    return dict(zip(("grad of x", "grad of memory"), found, strict=True))
-
-
-def operands(tokens=24, memory=40):
-    torch.manual_seed(0)
-    return torch.randn(2, tokens, 128), torch.randn(2, memory, 128)
+def plans_of(world: int, **options) -> list[tuple[str, str]]:
+    """(strategy, hardware) per call, of gradients that equal one process."""
+    inputs = [torch.randn(2, n, 128, dtype=torch.float64) for n in (24, 40)]
+    calls = [[x.requires_grad_() for x in inputs]]
+    options = {"shard": {"x": 1, "memory": 1}} | options
+    found = compare_calls(Layers(), calls, world, **options)
+    found.check()
+    (report,) = found.reports
+    return [(c.plan.chosen.label, c.plan.hardware) for c in report.calls]
 
 
 @on_ranks(2)
 def test_the_profile_of_rank_0_decides_for_all():
-    config.hardware = FIRST if dist.get_rank() == 0 else OTHER
-    try:
-        found, errors = plans_of(Layers(), *operands(), mesh=sequence_mesh(2))
-    finally:
-        config.hardware = "auto"
+    with config.patch(hardware=FIRST if dist.get_rank() == 0 else OTHER):
+        found = plans_of(2)
     assert {hardware for _, hardware in found} == {FIRST}
-    check(errors)
     answers: list = [None, None]
     dist.all_gather_object(answers, found)
     assert answers[0] == answers[1]
-
-
-@on_ranks(2)
-def test_a_wide_budget():
-    with config.patch(memory_budget=1 << 40):
-        assert plans_of(Layers(), *operands(), mesh=sequence_mesh(2))
 
 
 @pytest.mark.parametrize(
@@ -87,37 +63,31 @@ def test_a_wide_budget():
 def test_a_mesh_of_two_axes(names, label):
     options = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=names)}
     options |= {"axis": names, "strategy": "hybrid"}
-    found, errors = plans_of(Layers(), *operands(), **options)
-    assert [chosen for chosen, _ in found] == [label] * 3
-    check(errors)
+    assert [chosen for chosen, _ in plans_of(4, **options)] == [label] * 3
 
 
-def message(budget: int | str = "auto", **options) -> str:
+def message(world: int, budget: int | str = "auto", **options) -> str:
     """What is raised, on every rank alike."""
     with config.patch(memory_budget=budget):
-        text = message_of(lambda: plans_of(Layers(), *operands(), **options))
+        text = message_of(lambda: plans_of(world, **options))
     texts: list = [None] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     assert len(set(texts)) == 1
     return text
 
 
-@on_ranks(2)
-def test_a_budget_that_nothing_fits():
-    text = message(10, mesh=sequence_mesh(2))
-    assert "attention at" in text and "the smallest need" in text
-    assert "memory_budget" in text
-
-
 @on_ranks(4)
 def test_axes_of_which_none_splits_heads():
     names = ("outer", "inner")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    text = message(mesh=mesh, axis=names)
+    text = message(4, mesh=mesh, axis=names)
     assert "needed one of both to be called 'ulysses'" in text
 
 
 @on_ranks(2)
-def test_a_hybrid_of_two_ranks():
-    text = message(mesh=sequence_mesh(2), strategy="hybrid")
+def test_what_nothing_fits():
+    text = message(2, 10)
+    assert "attention at" in text and "the smallest need" in text
+    assert "memory_budget" in text
+    text = message(2, strategy="hybrid")
     assert "strategy hybrid is impossible here: 2 ranks have no two factors" in text

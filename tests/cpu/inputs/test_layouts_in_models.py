@@ -114,7 +114,6 @@ MIXED = [
 @pytest.mark.parametrize(("kinds", "seq", "world", "dropout", "left", "layout"), MIXED)
 @on_ranks("world")
 def test_around_a_call_that_mixes_tokens(kinds, seq, world, dropout, left, layout):
-    torch._dynamo.reset()
     model = Mixed(kinds, dropout).double()
     inputs = [torch.randn(2, n, 16, dtype=torch.float64) for n in (seq, 11)]
     inputs.append(torch.randint(2, (2, seq)))

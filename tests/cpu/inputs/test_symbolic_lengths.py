@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -21,12 +20,12 @@ from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.passes.model.attention import choose_strategy
 from cpcompile.reporting.graph_report import recording
 from cpcompile.torch_patches import symbolic_tracing
-from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.length_cases import MODELS, inputs_of, run, small_gpt
+from tests.cpu.against_one_process import warnings
+from tests.cpu.attention_cases import compiled_on
+from tests.cpu.length_cases import check, run
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.routed_models import ROUTED
-from tests.support import bounds
-from tests.support.bounds import Values, deviations, in_one_process
+from tests.support.bounds import Values
 from tests.support.forms.repeated_models import Kind, new_model, two_steps
 
 RING = {"strategy": "ring"}  # another strategy is another program
@@ -178,12 +177,6 @@ def found_of(case: Case) -> list[tuple]:
     return run(case.model, *first, case.lengths, case.marked, **how)
 
 
-def check(found: list[tuple], programs: Sequence[int]) -> None:
-    assert [number for number, _, _ in found] == [*programs]
-    for _, _, each in found:
-        bounds.check(each)
-
-
 @pytest.mark.parametrize(
     "case", [*MANY, *FORCED, *BALANCED, *UNEVEN, *OTHERS, *JOINT, *EXPERTS], ids=str
 )
@@ -191,7 +184,7 @@ def check(found: list[tuple], programs: Sequence[int]) -> None:
 def test_one_program_serves_many_lengths(case):
     with recording() as reports:
         found = found_of(case)
-    check(found, case.served_by)
+    check([found], case.served_by)
     if "layout" in case.how:
         layouts = {call.plan.layout.value for x in reports for call in x.calls}
         assert layouts == {case.how["layout"]}
@@ -199,34 +192,17 @@ def test_one_program_serves_many_lengths(case):
         assert {strategy for _, strategy, _ in found} == {case.how["strategy"]}
 
 
-@contextmanager
-def log_lines() -> Iterator[list[str]]:
-    """What is said, down to INFO."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    log = logging.getLogger("cpcompile")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-
-
 @pytest.mark.parametrize("case", SAID, ids=str)
 @on_ranks(2)
 def test_what_is_said_of_programs_for_one_length(case):
     """Those that torch cannot make symbolic."""
-    with log_lines() as lines:
+    with warnings(logging.INFO) as lines:
         found = found_of(case)
     texts = [x for x in lines if "forward serves the sizes of one call only: " in x]
     if case.model == "NoRule" and not texts:  # torch 2.15 can do this one
-        check(found, [0] * len(found))
+        check([found], [0] * len(found))
         return
-    check(found, case.served_by)
+    check([found], case.served_by)
     assert bool(texts) == bool(case.said), texts
     assert all(case.said in text for text in texts), texts
 
@@ -239,32 +215,6 @@ def test_floats_are_known_before_the_passes_run(name):
     with mock.patch.object(attempts, "run_passes", counted):
         found_of(Case(name, (64,)))
     assert counted.call_count == 1
-
-
-@on_ranks(2)
-def test_another_float_is_compiled_anew():
-    torch._dynamo.reset()
-    model = MODELS["normed"]()
-    options = {"mesh": sequence_mesh(2), "shard": {"x": 1}, "inner": "aot_eager"}
-    step = torch.compile(model, backend="cp", options=options, dynamic=True)
-    for model.scale, seq in ((0.3, 64), (0.5, 64), (0.5, 32), (0.3, 32)):
-        x = inputs_of("normed", seq, torch.float32)["x"]
-        assert (step(x) - model(x)).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@on_ranks(2)
-def test_inference(inner):
-    torch._dynamo.reset()
-    model = small_gpt().eval()
-    options = {"mesh": sequence_mesh(2), "shard": {"tokens": 1}, "inner": inner}
-    step = torch.compile(model, backend="cp", options=options, dynamic=True)
-    with torch.no_grad(), recording() as reports:
-        for seq in (64, 32, 96):
-            tokens = inputs_of("small_gpt", seq, torch.float32)["tokens"]
-            values = in_one_process(lambda x, t=tokens: {"logits": x(t)[0]}, model)
-            bounds.check(deviations({"logits": step(tokens)[0]}, *values))
-    assert len(set(map(id, reports))) == 1
 
 
 BORDER = 64
@@ -284,7 +234,7 @@ def test_the_border_of_a_strategy_recompiles_once(case):
     lengths = (32, 48, 62, 64, 96, 128, 40, 66)
     with mock.patch.object(choose_strategy, "choose", chooses):
         found = found_of(dataclasses.replace(case, lengths=lengths))
-    check(found, [0, 0, 0, 1, 1, 1, 0, 1])
+    check([found], [0, 0, 0, 1, 1, 1, 0, 1])
     below, above = ["all_gather"] * 3, ["ring"] * 3
     assert [x for _, x, _ in found] == [*below, *above, "all_gather", "ring"]
 
@@ -298,7 +248,7 @@ def test_ranks_with_unlike_guards_compile_per_length():
         symbolic_tracing, "guards_on", lambda x: f"{guards_on(x)} {rank}"
     )
     with different:
-        check(found_of(Case("attention", (64, 32, 64))), [0, 1, 0])
+        check([found_of(Case("attention", (64, 32, 64)))], [0, 1, 0])
 
 
 @on_ranks(2)
@@ -317,8 +267,7 @@ def test_dropout_of_attention_is_that_of_one_length():
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = new_model(Kind(attention_dropout=0.3), layers=1)
-        options = {"mesh": sequence_mesh(2), "inner": "aot_eager"} | RING
-        step = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
+        step = compiled_on(2, model, dynamic=dynamic, **RING)
         with recording() as reports:
             found.append(two_steps(step, model))
         assert reports[0].calls[0].plan is not None

@@ -21,7 +21,8 @@ import cpcompile as cp
 from cpcompile import config
 from cpcompile.ranks.layout_marks import is_marked
 from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import default_dtype
 from tests.support.settings import split
 
@@ -78,16 +79,17 @@ def step(call: Any, model: nn.Module, ids: Tensor, uses: str) -> dict[str, Tenso
     return found | {"total": total.detach(), "logits": whole.detach()}
 
 
-def run(kind: str, tokens: int, options: dict[str, Any]) -> list[dict[str, Any]]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+def run(
+    kind: str, tokens: int, options: dict[str, Any]
+) -> tuple[list[type], list[Any], list[str]]:
+    """Compare steps; the types of logits, the tiles, and what is made later."""
     steps = []
     with default_dtype(torch.float64):
         model, ids = Model(kind), torch.randint(WORDS, (2, tokens))
-        mesh = sequence_mesh(torch.distributed.get_world_size())
-        options, settings = split({"mesh": mesh, "inner": "aot_eager", **options})
+        options, settings = split(options)
         with settings, config.patch(tile_least_megabytes=1e-3), recording() as reports:
-            compiled = torch.compile(model, backend="cp", options=options)
+            world = torch.distributed.get_world_size()
+            compiled = compiled_on(world, model, **options)
             for uses in ("loss", "both", "logits"):
                 got, kinds = step(compiled, model, ids, uses), type(compiled(ids)[-1])
                 wanted = step(model, model, ids, uses)
@@ -97,29 +99,28 @@ def run(kind: str, tokens: int, options: dict[str, Any]) -> list[dict[str, Any]]
             assert_close(plain(compiled(ids)[-1]), model(ids)[-1])
     tiles = [tile for report in reports for tile in report.tiles]
     later = sorted({name for report in reports for name in report.later})
-    return {"types": steps, "tiles": tiles, "later": later}
+    return steps, tiles, later
 
 
 LATER = ["plain", "tied", "capped", "weight made of two"]
 SHARDED = {"gather_outputs_megabytes": 0, "tile": 8}
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(("world", "tokens"), [(2, 96), (3, 95), (4, 128)])
 @pytest.mark.parametrize("kind", LATER)
-def test_values_and_gradients(pools, kind, world, tokens, layout):
+@on_ranks("world")
+def test_values_and_gradients(kind, world, tokens, layout):
     options = SHARDED | {"layout": layout, "strategy": "ring"}
-    for found in pools[world].run(run, kind, tokens, options, timeout=110):
-        assert found["types"] == [DTensor] * 3
-        (later,) = found["later"]
-        assert later.endswith(f"[2, {tokens}, {WORDS}]")
-        assert any(x.gradients_at_once for x in found["tiles"])
+    types, tiles, (later,) = run(kind, tokens, options)
+    assert types == [DTensor] * 3
+    assert later.endswith(f"[2, {tokens}, {WORDS}]")
+    assert any(x.gradients_at_once for x in tiles)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["along tokens", "alone", "autocast inside", "plain"])
-def test_results_that_stay(pools, kind):
+@on_ranks(2)
+def test_results_that_stay(kind):
     """What is not made by token, what nothing else reads, and what is gathered.
 
     Nor what is computed under another autocast than there is after the program.
@@ -127,15 +128,13 @@ def test_results_that_stay(pools, kind):
     options = {"tile": 8} if kind == "plain" else SHARDED
     if kind == "plain":
         options |= {"gather_outputs_megabytes": math.inf}
-    for found in pools[2].run(run, kind, 96, options, timeout=110):
-        assert found["later"] == []
+    assert run(kind, 96, options)[2] == []
 
 
 @pytest.mark.timeout(240)
-def test_with_inductor(pools):
-    options = SHARDED | {"inner": "inductor"}
-    for found in pools[2].run(run, "plain", 96, options, timeout=230):
-        assert len(found["later"]) == 1
+@on_ranks(2, timeout=230)
+def test_with_inductor():
+    assert len(run("plain", 96, SHARDED | {"inner": "inductor"})[2]) == 1
 
 
 class OfHidden(Model):
@@ -148,10 +147,9 @@ class OfHidden(Model):
         return logits.logsumexp(-1).sum(), logits
 
 
-def given_laid_out() -> list[str]:
-    torch._dynamo.reset()
+@on_ranks(2)
+def test_results_of_inputs_in_a_layout_are_in_natural_order():
     with default_dtype(torch.float64):
-        torch.manual_seed(0)
         model, x = OfHidden("plain"), torch.randn(2, 40, CHANNELS)
         wanted = step(model, model, x, "logits")
         given = cp.shard(x, sequence_mesh(2), 1, layout="zigzag")
@@ -161,35 +159,22 @@ def given_laid_out() -> list[str]:
             got = step(compiled, model, given, "logits")
             assert is_marked(compiled(given)[1]), "its layout is known to be natural"
     assert_close(got, wanted, rtol=1e-9, atol=1e-10)
-    return [name for report in reports for name in report.later]
+    later = [name for report in reports for name in report.later]
+    assert later == 2 * [f"logits [2, 40, {WORDS}]"]
 
 
-@pytest.mark.timeout(90)
-def test_results_of_inputs_in_a_layout_are_in_natural_order(pools):
-    for later in pools[2].run(given_laid_out, timeout=80):
-        assert later == 2 * [f"logits [2, 40, {WORDS}]"]
-
-
-def under_ddp() -> list[str]:
-    """DDP averages gradients afterwards, also those that come from the logits."""
-    torch._dynamo.reset()
+@on_ranks(2)
+def test_gradients_that_ddp_averages():
+    """Afterwards, also those that come from the logits."""
     with default_dtype(torch.float64):
-        torch.manual_seed(0)
         model, ids = Model("plain"), torch.randint(WORDS, (2, 96))
         model.scale.requires_grad_(False)  # it is not used
         wanted = step(model, model, ids, "both")
-        mesh = sequence_mesh(2)
-        ddp = nn.parallel.DistributedDataParallel
-        averaged = ddp(model, process_group=mesh.get_group())
-        options, settings = split({"mesh": mesh, "inner": "aot_eager"} | SHARDED)
+        averaged = nn.parallel.DistributedDataParallel(model)
+        options, settings = split(SHARDED)
         with settings, config.patch(tile_least_megabytes=1e-3), recording() as reports:
-            compiled = torch.compile(averaged, backend="cp", options=options)
+            compiled = compiled_on(2, averaged, **options)
             got = step(compiled, model, ids, "both")
     assert_close(got, wanted, rtol=1e-9, atol=1e-10)
-    return [name for report in reports for name in report.later]
-
-
-@pytest.mark.timeout(90)
-def test_gradients_that_ddp_averages(pools):
-    for later in pools[2].run(under_ddp, timeout=80):
-        assert later == [f"logits [2, 96, {WORDS}]"]
+    later = [name for report in reports for name in report.later]
+    assert later == [f"logits [2, 96, {WORDS}]"]

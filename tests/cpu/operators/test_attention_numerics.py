@@ -8,9 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from itertools import cycle, islice
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +16,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from cpcompile import config
 from cpcompile.geometry.head_split import HeadSplit, group_counts
 from cpcompile.geometry.layout import Layout
-from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.strategies import ring_steps
 from tests.cpu.attention_cases import (
     TWO_AXES,
     Attended,
@@ -30,14 +25,12 @@ from tests.cpu.attention_cases import (
     attend_in_one_process,
     call_operator,
     check_case,
-    distributed_inputs,
     make_inputs,
     run_case,
-    sequence_mesh,
 )
 from tests.cpu.on_ranks import on_ranks
 from tests.support.attention_calls import attention
-from tests.support.bounds import OPERAND_SCALE, assert_close
+from tests.support.bounds import assert_close
 from tests.support.pairwise import selected_cases
 
 Changes = dict[str, Any]  # fields of a case
@@ -58,7 +51,7 @@ IN_LAYOUTS: list[Changes] = [
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 AXES = {
     "strategy": ("ring", "all_gather"),
-    "entry": ("operator", "eager"),
+    "entry": ("operator", "eager", "aot_eager", "inductor"),
     "causal": (True, False),
     "kv_heads": (4, 2, 1),  # of 4 query heads
     "dtype": DTYPES,
@@ -140,25 +133,14 @@ SIZES: list[Changes] = [
 
 def in_groups() -> list[AttentionCase]:
     """Heads that are exchanged a few at a time; and more groups than there can be."""
-    kind: list[Changes] = [{"strategy": "ulysses"}]
-    found = each(
-        kind,
-        *({"heads": h, "head_groups": g} for h, g in ((8, 3), (6, 2), (2, 4))),
-        kv_heads=2,
-    )
+    few = ((8, 3), (6, 2), (2, 4))
+    found = [{"heads": h, "kv_heads": 2, "head_groups": g} for h, g in few]
     for number, (heads, kv_heads, world) in enumerate(SPLITS):
-        sizes = islice(cycle(SIZES), number % 3, number % 3 + 2)
         given = {"heads": heads, "kv_heads": kv_heads, "world": world}
-        found += each(
-            kind,
-            *(
-                size | {"head_groups": count}
-                for size in list(sizes)
-                for count in group_counts(heads, kv_heads, world)
-            ),
-            **given,
-        )
-    return found
+        for size in islice(cycle(SIZES), number % 3, number % 3 + 2):
+            for count in group_counts(heads, kv_heads, world):
+                found.append(given | size | {"head_groups": count})
+    return [AttentionCase("ulysses", **changes) for changes in found]
 
 
 CASES = {
@@ -235,20 +217,6 @@ def test_forward_and_gradients(case):
     check_on_ranks(case, run_case(case))
 
 
-@pytest.mark.parametrize(
-    "case", each(IN_LAYOUTS, {"seq": 37, "world": 4, "kv_heads": 2}), ids=str
-)
-@on_ranks(4)
-def test_two_kernels_of_the_backward(case):
-    """One for dk and dv, one for dq, as the templates are; here of matrix products."""
-    kernels = SimpleNamespace(TEMPLATE=StepKernel.MATH)
-    with (
-        config.patch(step_kernel=StepKernel.MATH.value),
-        mock.patch.object(ring_steps, "StepKernel", kernels),
-    ):
-        check_on_ranks(case, run_case(case))
-
-
 ON_TWO_AXES = [
     (case, placements)
     for kv_heads in (4, 1)
@@ -301,37 +269,6 @@ def test_rows_without_keys_are_zero(kind, causal):
         assert got.out.shape == (2, 4, 64, 16) and not got.out.any()
         assert not got.dq.any()
         assert got.dk.shape == got.dv.shape == (2, 4, 0, 16)
-
-
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-@on_ranks("world")
-def test_the_log_sum_exp(strategy, world):
-    case = AttentionCase(strategy, world=world, seq=67, dtype=torch.float64)
-    q, k, v = distributed_inputs(case)[:3]
-    group = sequence_mesh(world).get_group().group_name
-    rest = (case.seq, case.seq, case.causal, case.head_dim**-0.5, group)
-    lse = attention(strategy)(q, k, v, *rest)[1].full_tensor()
-    q, k, _, _ = make_inputs(case)
-    scores = (q @ k.mT) * case.head_dim**-0.5
-    hidden = torch.ones(67, 67, dtype=torch.bool).triu(1)
-    expected = scores.masked_fill(hidden, float("-inf")).logsumexp(-1)
-    assert_close("lse", lse, expected, floor=OPERAND_SCALE)
-
-
-@pytest.mark.parametrize("kind", EXCHANGES, ids=str)
-@on_ranks(4)
-def test_without_gradients_on_a_mesh_without_names(kind):
-    case = AttentionCase(**kind, world=4, seq=67)
-    plain = run_case(case)
-    with torch.inference_mode():
-        mesh = init_device_mesh("cpu", (case.world,))
-        q, k, v = (
-            distribute_tensor(x, mesh, [Shard(2)], src_data_rank=None)
-            for x in make_inputs(case)[:3]
-        )
-        out = call_operator(case, mesh, 0, q, k, v).full_tensor()
-    assert plain is None or torch.equal(out, plain.out)
 
 
 def test_group_counts():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cpcompile as cp
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import OPERAND_SCALE, check, deviation
 
@@ -53,25 +53,19 @@ def test_nothing_is_that_of_one_device(shape, strategy, door):
     B, H, R, K, D = SHAPES[shape]
     torch.manual_seed(0)
     tensors = [torch.randn(B, H, n, D) for n in (R, K, K)]
-    options = {"strategy": strategy, "inner": "aot_eager"}
-    mesh, given = sequence_mesh(2), tensors
-    if door == "plain":
-        options |= {"mesh": mesh}
-    else:
-        given = [cp.shard(x, mesh, 2) for x in tensors]
+    given = tensors
+    if door == "dtensor":
+        given = [cp.shard(x, sequence_mesh(2), 2) for x in tensors]
     found = []
     for kind in KINDS:
         if kind == "causal" and R != K:
             continue
         torch._dynamo.reset()
 
-        @torch.compile(backend="cp", options=options)
-        def compiled(q, k, v, kind=kind):
+        def alone(q, k, v, kind=kind):
             return attend(q, k, v, kind)
 
-        def alone(*x, kind=kind):
-            return attend(*x, kind)
-
+        compiled = compiled_on(2, alone, strategy=strategy)
         exact = differentiated(alone, [x.double() for x in tensors])
         values = differentiated(compiled, given), exact, differentiated(alone, tensors)
         names = [f"{kind}: {name}" for name in ("out", "dq", "dk", "dv")]

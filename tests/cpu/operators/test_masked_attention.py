@@ -13,7 +13,7 @@ from cpcompile.ops.attention_spec import MASK_FIELDS
 from cpcompile.ops.dtensor.mask_placements import mask_placements
 from cpcompile.ops.strategies import ring_steps
 from tests.cpu.masked_cases import MaskedCase, check_masked, expected, run_masked
-from tests.cpu.masks import BATCH, HEADS, MASKS, WITHOUT_BIAS
+from tests.cpu.masks import MASKS, WITHOUT_BIAS
 from tests.cpu.on_ranks import on_ranks
 from tests.support import bounds
 from tests.support.masked_calls import under_mask
@@ -40,9 +40,9 @@ LAYOUT_AXES = {
 }
 
 
-def checked(case: MaskedCase) -> None:
+def checked(case: MaskedCase, backend: str | None = None) -> None:
     """Compare on rank 0, which has whole tensors."""
-    if (got := run_masked(case)) is not None:
+    if (got := run_masked(case, backend)) is not None:
         check_masked(case, got)
 
 
@@ -123,14 +123,11 @@ def test_forward_and_gradients(case):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(3)
-def test_no_keys_at_all(strategy):
-    got = run_masked(MaskedCase("left padding", strategy, world=3, kv_seq=0))
-    if got is not None:
-        out, dq, dk, dv = got
-        assert out.shape == (BATCH, HEADS, 64, 16) and not out.any()
-        assert not dq.any()
-        assert dk.shape == dv.shape == (BATCH, HEADS, 0, 16)
+@pytest.mark.parametrize("mask", ["padded documents", "bias", "bool of heads"])
+@on_ranks(2)
+def test_compiled(strategy, mask):
+    """AOTAutograd traces through the DTensors, forward and backward."""
+    checked(MaskedCase(mask, strategy, world=2, seq=67), "aot_eager")
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])

@@ -122,7 +122,6 @@ def faults(
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
 @on_ranks(2)
 def test_what_is_not_finite_is_that_of_one_device(strategy, length, mask):
-    torch._dynamo.reset()
     options = {"mesh": sequence_mesh(2), "strategy": strategy, "inner": "aot_eager"}
     causal = mask == "causal"
 

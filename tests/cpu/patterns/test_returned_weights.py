@@ -1,7 +1,5 @@
 """Attention whose weights are returned is computed by rows of queries, and exact."""
 
-import logging
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +7,10 @@ import transformers
 
 from cpcompile.logs import warn_once
 from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.against_one_process import compare_calls, warnings
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.model_cases import VOCABULARY
+from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations
 
 SEQ = 24
@@ -41,39 +41,27 @@ def values(call, model, inputs):
     return found | weights | {f"grad of {n}": p.grad for n, p in named}
 
 
-def run(world):
-    torch._dynamo.reset()
-    warn_once.cache_clear()
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("cpcompile").addHandler(handler)
-    model, inputs = build(torch.float32)
-    options = {"mesh": sequence_mesh(world), "inner": "aot_eager"}
-    with recording() as reports:
-        compiled = torch.compile(model, backend="cp", options=options)
-        found = values(compiled, model, inputs)
-    logging.getLogger("cpcompile").removeHandler(handler)
-    return found, [x for report in reports for x in report.by_hand], records
-
-
 @pytest.mark.parametrize("world", [2, 3])
-def test_they_are_exact_and_row_parallel(pools, world):
+@on_ranks("world")
+def test_they_are_exact_and_row_parallel(world):
+    warn_once.cache_clear()
     exact, rough = (
         values(model, model, inputs)
         for model, inputs in map(build, (torch.float64, torch.float32))
     )
     exact = {name: x.double() for name, x in exact.items()}
-    for found, row_parallel, records in pools[world].run(run, world, timeout=240):
-        check(deviations(found, exact, rough))
-        assert len(row_parallel) == 2
-        assert any("is computed by rows of queries" in x for x in records), records
+    model, inputs = build(torch.float32)
+    with recording() as reports, warnings() as texts:
+        found = values(compiled_on(world, model), model, inputs)
+    check(deviations(found, exact, rough))
+    assert sum(len(report.by_hand) for report in reports) == 2
+    assert any("is computed by rows of queries" in x for x in texts), texts
 
 
 class Beside(torch.nn.Module):
     """Weights of nn.MultiheadAttention, between causal attention in a layout."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(VOCABULARY, 16)
@@ -96,32 +84,18 @@ class Beside(torch.nn.Module):
         return self.head(x), weights
 
 
-def run_beside(world, length, options):
-    torch._dynamo.reset()
-    model = Beside().double()
-    tokens = torch.arange(2 * length).reshape(2, length) % (VOCABULARY - 1) + 1
-    tokens[0, -3:] = 0
-
-    def step(call):
-        model.zero_grad()
-        logits, weights = call(tokens)
-        (logits.square().mean() + weights.square().sum()).backward()
-        found = {"logits": logits.detach(), "weights": weights.detach()}
-        return found | {n: p.grad.clone() for n, p in model.named_parameters()}
-
-    given = {"mesh": sequence_mesh(world), "inner": "aot_eager"} | options
-    with recording() as reports:
-        got = step(torch.compile(model, backend="cp", options=given))
-    return deviations(got, step(model)), reports[0]
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_beside_causal_attention(pools, layout, world):
+@on_ranks("world")
+def test_beside_causal_attention(layout, world):
     """What is laid out comes to it, and leaves it, in natural order."""
+    model = Beside().double()
+    tokens = torch.arange(2 * 25).reshape(2, 25) % (VOCABULARY - 1) + 1
+    tokens[0, -3:] = 0
+
     options = {"strategy": "ring", "layout": layout}
-    answers = pools[world].run(run_beside, world, 25, options, timeout=120)
-    for found, report in answers:
-        check(found)
-        assert [x.plan.layout.value for x in report.calls] == [layout] * 2
-        assert len(report.by_hand) == 1
+    found = compare_calls(model, [(tokens,)], world, **options)
+    found.check()
+    (report,) = found.reports
+    assert [x.plan.layout.value for x in report.calls] == [layout] * 2
+    assert len(report.by_hand) == 1

@@ -18,6 +18,7 @@ from cpcompile import config
 from cpcompile.frontend.rank_consistency.exchange_order import exchange_texts
 from cpcompile.torch_patches import dead_collectives, shard_placements
 from tests.cpu.against_one_process import compare
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
 from tests.cpu.workers import Pool
 
@@ -71,34 +72,27 @@ class GatheredTwice(nn.Module):
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_all_ranks_merge_equal_collectives(pools, inner):
-    for got in pools[2].run(compare_gathered_twice, inner, timeout=170):
-        got.check()
-
-
-def compare_gathered_twice(inner):
-    return compare(GatheredTwice, (2, 13, 8), 2, inner=inner, strategy="ulysses")
+@on_ranks(2)
+def test_all_ranks_merge_equal_collectives(inner):
+    compare(GatheredTwice, (2, 13, 8), 2, inner=inner, strategy="ulysses").check()
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_no_rank_repeats_attention(pools, inner):
-    for got, backward in pools[3].run(compare_reversed, inner, timeout=170):
-        got.check()
-        assert "ring_attention_backward" in backward
-        assert "ring_attention," not in backward
-
-
-def compare_reversed(inner):
+@on_ranks(3)
+def test_no_rank_repeats_attention(inner):
     with dead_collectives.partitions() as seen, config.patch(unroll=0):
         got = compare(Reversed, (2, 13, 8), 3, inner=inner, strategy="ring")
-    return got, exchange_texts(seen)["exchanges of the backward"]
+    got.check()
+    backward = exchange_texts(seen)["exchanges of the backward"]
+    assert "ring_attention_backward" in backward
+    assert "ring_attention," not in backward
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("unroll", [0, 8])
-def test_no_rank_repeats_a_collective(pools, inner, unroll):
-    for got in pools[2].run(compare_maxima, inner, unroll, timeout=170):
-        got.check()
+@on_ranks(2)
+def test_no_rank_repeats_a_collective(inner, unroll):
+    compare_maxima(inner, unroll).check()
 
 
 def compare_maxima(inner, unroll):

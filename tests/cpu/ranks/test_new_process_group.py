@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 import cpcompile as cp
+from tests.cpu.attention_cases import compiled_on
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import Model, tokens
 from tests.support.bounds import (
     Deviation,
@@ -47,24 +49,13 @@ def groups_in_turn(door: str) -> list[Deviation]:
 
 
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
-def test_a_group_that_is_made_anew(pools, door):
-    for found in pools[2].run(groups_in_turn, door):
-        check(found)
-
-
-def a_group_between(door: str) -> list[Deviation]:
-    """One group is used again after another of the same ranks came and went."""
-    torch._dynamo.reset()
+@on_ranks(2)
+def test_a_group_that_is_used_again(door):
+    """After another of the same ranks came and went."""
     first = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     found = deviations_of_a_step(first, door) + groups_in_turn(door)
     torch._dynamo.reset()
-    return found + deviations_of_a_step(first, door)
-
-
-@pytest.mark.parametrize("door", ["plain", "dtensor"])
-def test_a_group_that_is_used_again(pools, door):
-    for found in pools[2].run(a_group_between, door):
-        check(found)
+    check(found + deviations_of_a_step(first, door))
 
 
 def everything_anew(reset: bool) -> list[Deviation]:
@@ -78,8 +69,7 @@ def everything_anew(reset: bool) -> list[Deviation]:
         if compiled is None or reset:
             torch._dynamo.reset()
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-            options = {"mesh": mesh, "inner": "aot_eager"}
-            compiled = torch.compile(model, backend="cp", options=options)
+            compiled = compiled_on(mesh, model)
         found += deviations(step(compiled, model, tokens()), *values)
         dist.destroy_process_group()
         dist.init_process_group(

@@ -12,13 +12,17 @@ from cpcompile.compile import attempts, warm_start
 from cpcompile.cost.plans import Strategy
 from cpcompile.frontend import request
 from cpcompile.passes.model.attention import choose_strategy
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.against_one_process import warnings
+from tests.cpu.attention_cases import compiled_on
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import Model, compiled, message_of, tokens
 from tests.support import bounds
 from tests.support.bounds import Deviation, in_one_process
 
 
-def fails_on_the_last(place: str, error: type[BaseException] = MemoryError):
+def fails_on_the_last(
+    place: str, error: type[BaseException] = MemoryError, once: bool = False
+):
     """What the backend calls at `place`, which fails on the last rank."""
     module, name = {
         "before": (request, "describe"),
@@ -29,7 +33,9 @@ def fails_on_the_last(place: str, error: type[BaseException] = MemoryError):
     fails = dist.get_rank() == dist.get_world_size() - 1
 
     def call(*args, **kwargs):
+        nonlocal fails
         if fails:
+            fails = not once
             raise error("2 GiB wanted")
         return original(*args, **kwargs)
 
@@ -39,8 +45,7 @@ def fails_on_the_last(place: str, error: type[BaseException] = MemoryError):
 def step_of(model, **given):
     """The model compiled for all ranks."""
     torch._dynamo.reset()
-    options = {"mesh": sequence_mesh(dist.get_world_size()), "inner": "aot_eager"}
-    return torch.compile(model, backend="cp", options=options, **given)
+    return compiled_on(dist.get_world_size(), model, **given)
 
 
 def strict(place: str, dynamic: bool | None) -> tuple[str, list[Deviation]]:
@@ -76,56 +81,19 @@ def test_strict_raises_on_all_ranks(pools, place, dynamic):
     bounds.check(first[1] + second[1])
 
 
-def lenient(place: str) -> tuple[list[Deviation], list[bool], str]:
-    """Deviations, calls that were sharded, and what was warned."""
+@pytest.mark.parametrize("place", ["in the passes", "after them"])
+@on_ranks(2)
+def test_all_ranks_fall_back(place):
     logs.warn_once.cache_clear()
-    torch.manual_seed(0)
     model = Model()
     step = compiled(model, strict=False)
-    with fails_once(place) as warned:
+    with fails_on_the_last(place, once=True), warnings() as texts:
         report = cp.explain(step, tokens())
-        found = deviations_of(step, model)
-    sharded = [call.plan is not None for call in report.calls]
-    return found, sharded, " ".join(warned)
-
-
-class fails_once:
-    """As above, for the first call of the place only; collects the warnings."""
-
-    def __init__(self, place: str) -> None:
-        module, name = {
-            "in the passes": (attempts, "run_passes"),
-            "after them": (warm_start, "compile_inner"),
-        }[place]
-        self.original, self.texts, self.calls = getattr(module, name), [], 0
-        self.patches = [
-            mock.patch.object(module, name, self.call),
-            mock.patch.object(logs, "warn_once", self.texts.append),
-        ]
-
-    def call(self, *args, **kwargs):
-        self.calls += 1
-        if self.calls == 1 and dist.get_rank() == 1:
-            raise MemoryError("2 GiB wanted")
-        return self.original(*args, **kwargs)
-
-    def __enter__(self) -> list[str]:
-        for patch in self.patches:
-            patch.start()
-        return self.texts
-
-    def __exit__(self, *_: object) -> None:
-        for patch in self.patches:
-            patch.stop()
-
-
-@pytest.mark.parametrize("place", ["in the passes", "after them"])
-def test_all_ranks_fall_back(pools, place):
-    for found, sharded, warned in pools[2].run(lenient, place):
-        bounds.check(found)
-        assert sharded == [False]
-        assert "forward runs unsharded, with all of its work on every rank: " in warned
-        assert "2 GiB wanted" in warned
+        bounds.check(deviations_of(step, model))
+    assert [call.plan for call in report.calls] == [None]
+    warned = " ".join(texts)
+    assert "forward runs unsharded, with all of its work on every rank: " in warned
+    assert "2 GiB wanted" in warned
 
 
 def interrupted() -> str:
@@ -151,7 +119,6 @@ def wrong_on_one_rank(what: str) -> str:
     options = {
         "a name": {"shard": {"tokns": 1}},
         "an option": {"strategy": "rings"},
-        "a dimension": {"shard": {"tokens": 7}},
     }[what]
     step = compiled(Model(), **(options if last else {}))
     text = message_of(lambda: step(tokens()))

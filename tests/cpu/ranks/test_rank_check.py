@@ -1,137 +1,138 @@
-"""Ranks that call a compiled program differently: an error on all, before they mix."""
+"""Ranks that call programs differently, or in another order: an error on all."""
 
+import contextlib
 import time
 
 import pytest
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.tensor import distribute_module
 
 import cpcompile as cp
 from cpcompile import config
-from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.rank_check_cases import Model, compiled, error_of
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
+from tests.cpu.on_ranks import on_ranks
+
+# Seconds in which a difference has to be known, on a busy machine too; a message of the
+# group would be waited for 60 s.
+SOON_SECONDS = 30.0
 
 
-def run_different_values():
+class Model(nn.Module):
+    """A float sequence, a buffer, and perhaps a mask."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("gain", torch.ones(8))
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x * self.gain).unsqueeze(1).chunk(3, dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        return self.dropout(y).pow(2).mean()
+
+
+def compiled(model, ranks=2, check_ranks="auto", **options):
+    """The model, which is called under the setting, and its float input."""
+    torch._dynamo.reset()
+    step = compiled_on(ranks, model, **options)
+
+    def call(*args):
+        with config.patch(check_ranks=check_ranks):
+            return step(*args)
+
+    return call, torch.randn(1, 16, 8)
+
+
+def error_of(act):
+    """The text of the RankMismatchError that `act` raises, soon; "" if none."""
+    start = time.monotonic()
+    try:
+        act()
+    except Exception as error:  # while it compiles it is torch's BackendCompilerFailed
+        if "RankMismatchError" not in f"{type(error).__name__}: {error}":
+            raise
+        assert time.monotonic() - start < SOON_SECONDS
+        return str(error)
+    return ""
+
+
+OPTIMIZERS = "give the optimizers of all ranks the same settings"
+
+
+@on_ranks(2)
+def test_values_are_compared():
     rank = torch.distributed.get_rank()
     model = Model()
     step, x = compiled(model, check_ranks=1, shard={"x": 1})
     mask = torch.rand(1, 1, 16, 16) < 0.8
-    texts = {"same": error_of(lambda: step(x, mask).backward())}
+    assert error_of(lambda: step(x, mask).backward()) == ""
     other = torch.randn(1, 32, 8).chunk(2, dim=1)[rank].flatten().view(1, 16, 8)
-    texts["chunk"] = error_of(lambda: step(other, mask))
+    text = error_of(lambda: step(other, mask))
+    assert "call 2 of forward (all was the same in call 1)" in text
+    assert "input x (float32 [1, 16, 8]): rank 0 has " in text
+    assert "is it this rank's chunk of it? pass the whole, or cp.shard(whole, " in text
     flipped = mask.clone()
     flipped[0, 0, 3, 1] ^= rank == 1
-    texts["mask"] = error_of(lambda: step(x, flipped))
-    with torch.no_grad():
+    text = error_of(lambda: step(x, flipped))
+    assert "call 3 of forward (all was the same in call 1)" in text
+    assert "input mask (bool [1, 1, 16, 16]): " in text and "the same whole" in text
+    with torch.no_grad():  # another program, whose first call this is
         model.gain[5] += rank
-        texts["buffer"] = error_of(lambda: step(x, mask))
+        text = error_of(lambda: step(x, mask))
+        assert "in call 1 of forward" in text and "buffer gain: rank 0 has " in text
+        assert OPTIMIZERS in text
         model.gain[5] -= rank
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
         optimizer.step()
-        texts["optimizer"] = error_of(lambda: step(x, mask))
-    return texts
+        text = error_of(lambda: step(x, mask))
+    assert "parameter qkv.weight: " in text and OPTIMIZERS in text
 
 
-@pytest.fixture(scope="module")
-def value_texts(pools):
-    texts = pools[2].run(run_different_values, timeout=120)
-    assert texts[0] == texts[1]
-    return texts[0]
-
-
-CHUNK = "is it this rank's chunk of it? pass the whole, or cp.shard(whole, mesh, dim=1)"
-INPUTS = {
-    "chunk": ("call 2 of forward", "input x (float32 [1, 16, 8]): rank 0 has ", CHUNK),
-    "mask": (
-        "call 3 of forward",
-        "input mask (bool [1, 1, 16, 16]): ",
-        "the same whole",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", list(INPUTS))
-def test_inputs_are_compared(value_texts, case):
-    assert value_texts["same"] == ""
-    assert "(all was the same in call 1)" in value_texts[case]
-    for part in INPUTS[case]:
-        assert part in value_texts[case]
-
-
-@pytest.mark.parametrize(
-    "case, named",
-    [("buffer", "buffer gain: rank 0 has "), ("optimizer", "parameter qkv.weight: ")],
-)
-def test_parameters_and_buffers_are_compared(value_texts, case, named):
-    """Under no_grad it is another program, whose first call this is."""
-    assert "in call 1 of forward" in value_texts["buffer"]
-    assert named in value_texts[case]
-    assert "give the optimizers of all ranks the same settings" in value_texts[case]
-
-
-def run_first_calls():
+@on_ranks(2)
+def test_first_calls_are_compared():
     """What differs in a first call: weights, and the random state."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(rank)
     step, _ = compiled(Model())
     x = torch.ones(1, 16, 8)
-    texts = {"weights": error_of(lambda: step(x))}
+    text = error_of(lambda: step(x))
+    assert "parameter qkv.weight: rank 0 has " in text and "torch.manual_seed" in text
     torch.manual_seed(0)
     model = Model(dropout=0.5)
     step, _ = compiled(model)
-    torch.manual_seed(rank)
-    texts["dropout"] = error_of(lambda: step(x))
-    torch.manual_seed(0)
-    texts["seeded"] = error_of(lambda: step(x))
-    torch.manual_seed(rank)
-    texts["dropout again"] = error_of(lambda: step(x))
+    for differ in (True, False, True):
+        torch.manual_seed(rank if differ else 0)
+        text = error_of(lambda: step(x))
+        assert ("the random state: rank 0 has " in text) == differ
+        assert ("seed alike (torch.manual_seed)" in text) == differ
     model.eval()  # draws nothing, so that the random state does not matter
-    texts["eval"] = error_of(lambda: step(x))
-    return texts
+    assert error_of(lambda: step(x)) == ""
 
 
-def test_first_calls_are_compared(pools):
-    texts, others = pools[2].run(run_first_calls, timeout=120)
-    assert texts == others
-    assert "parameter qkv.weight: rank 0 has " in texts["weights"]
-    assert "torch.manual_seed" in texts["weights"]
-    for case in ("dropout", "dropout again"):
-        assert "the random state: rank 0 has " in texts[case]
-        assert "seed alike (torch.manual_seed)" in texts[case]
-    assert texts["seeded"] == texts["eval"] == ""
-
-
-def run_number():
+@on_ranks(2)
+def test_numbers_are_compared():
     """Another float argument; the second value makes it an input of the graph."""
-    rank = torch.distributed.get_rank()
     model = Model()
-    torch._dynamo.reset()
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
 
     def scaled(x, scale):
         return model(x) * scale
 
-    step, x = (
-        torch.compile(scaled, backend="cp", options=options),
-        torch.randn(1, 16, 8),
-    )
-    with config.patch(check_ranks=1):
-        assert error_of(lambda: [step(x, 1.0), step(x, 1.25)]) == ""
-        return error_of(lambda: step(x, 1.5 + rank))
+    step, x = compiled(scaled, check_ranks=1)
+    assert error_of(lambda: [step(x, 1.0), step(x, 1.25)]) == ""
+    text = error_of(lambda: step(x, 1.5 + torch.distributed.get_rank()))
+    if "compile different programs" in text:  # torch 2.15 has one for each number
+        assert "RankMismatchError" in text
+        return
+    assert "have different values in call 2 of scaled" in text
+    assert "input scale (float64 []): rank 0 has " in text
+    assert "pass the same number on every rank" in text
 
 
-def test_numbers_are_compared(pools):
-    for text in pools[2].run(run_number, timeout=60):
-        if "compile different programs" in text:  # torch 2.15 has one for each number
-            assert "RankMismatchError" in text
-            continue
-        assert "have different values in call 2 of scaled" in text
-        assert "input scale (float64 []): rank 0 has " in text
-        assert "pass the same number on every rank" in text
-
-
-def run_late():
+@on_ranks(2)
+def test_the_first_call_that_differs_is_named():
     """An input differs in one call only, in which values are not compared."""
     rank = torch.distributed.get_rank()
     step, x = compiled(Model(), check_ranks=5)
@@ -139,37 +140,27 @@ def run_late():
     for call in range(1, 6):
         other = x + (rank if call == 3 else 0)
         texts.append(error_of(lambda given=other: step(given)))
-    return texts
+    assert texts[:4] == [""] * 4
+    assert "in call 3 of forward (all was the same in call 1): input x" in texts[4]
 
 
-def test_the_first_call_that_differs_is_named(pools):
-    for texts in pools[2].run(run_late, timeout=60):
-        assert texts[:4] == [""] * 4
-        assert "in call 3 of forward (all was the same in call 1): input x" in texts[4]
-
-
-def run_skipped():
+@on_ranks(2)
+def test_a_rank_that_skips_a_step():
     """Another order of a loader: one rank skips the second of its batches."""
     step, x = compiled(Model())
-    rank = torch.distributed.get_rank()
-    batches = [x, x + 1, x + 2, x + 3]
-    if rank:
+    batches = [x, x + 1, x + 2]
+    if torch.distributed.get_rank():
         del batches[1]
-    texts = []
-    for batch in batches[:3]:
-        texts.append(error_of(lambda given=batch: step(given).backward()))
-    return texts
+    first, second = (
+        error_of(lambda given=batch: step(given).backward()) for batch in batches[:2]
+    )
+    assert first == "" and "call 2 of forward" in second
 
 
-def test_a_rank_that_skips_a_step(pools):
-    for texts in pools[2].run(run_skipped, timeout=60):
-        assert texts[0] == "" and "call 2 of forward" in texts[1]
-
-
-def run_legitimate():
+@on_ranks(2)
+def test_what_may_differ():
     """Ranks have other parts of DTensors, other random states, other moments."""
     rank = torch.distributed.get_rank()
-    torch._dynamo.reset()
     mesh = sequence_mesh(2)
     model = distribute_module(Model(), mesh)
     step = torch.compile(model, backend="cp", options={"inner": "aot_eager"})
@@ -186,24 +177,97 @@ def run_legitimate():
         texts.append(error_of(lambda: step(x).backward()))
         with torch.no_grad():
             texts.append(error_of(lambda: step(x)))
-    return texts
+    assert texts == [""] * len(texts)
 
 
-def test_what_may_differ(pools):
-    for texts in pools[2].run(run_legitimate, timeout=120):
-        assert texts == [""] * len(texts)
-
-
-def run_without():
-    """check_ranks=0: what differs is not seen, and no rank waits for another one."""
-    rank = torch.distributed.get_rank()
+@on_ranks(2)
+def test_it_can_be_switched_off():
+    """What differs is not seen, and no rank waits for another one."""
     model = Model()
     step, x = compiled(model, check_ranks=0)
     with torch.no_grad():
         step(x)
-        model.gain += rank
-        return error_of(lambda: step(x))
+        model.gain += torch.distributed.get_rank()
+        assert error_of(lambda: step(x)) == ""
 
 
-def test_it_can_be_switched_off(pools):
-    assert pools[2].run(run_without, timeout=60) == ["", ""]
+ORDER = {
+    "backward": ("rank 0 runs the backward of forward (", "rank 1 runs forward ("),
+    "explain": ("rank 0 runs forward (", "rank 1 runs the backward of forward ("),
+    "no_grad": ("rank 0 runs forward (", "rank 1 compiles forward"),
+    "autocast": ("rank 0 runs forward (", "rank 1 compiles forward"),
+    "length": ("x [1, 16, 8]), call 2", "x [1, 32, 8]), call 2"),
+}
+
+
+@pytest.mark.parametrize("case", list(ORDER))
+@on_ranks(2)
+def test_ranks_do_the_same_in_the_same_order(case):
+    """What one rank does besides, or not; values are compared in first calls only."""
+    rank = torch.distributed.get_rank()
+    step, x = compiled(Model(), check_ranks="first")
+    step(x).backward()
+    longer = torch.cat([x, x], dim=1)
+
+    def act():
+        if case == "length":
+            step(longer if rank else x)
+        elif case == "backward":
+            loss = step(x)
+            if rank == 0:
+                loss.backward()
+            step(x)
+        elif case == "explain":
+            if rank == 0:
+                cp.explain(step, x)
+            step(x).backward()
+            step(x).backward()
+        else:
+            modes = {
+                "no_grad": torch.no_grad(),
+                "autocast": torch.autocast("cpu", torch.bfloat16),
+            }
+            with modes[case] if rank else contextlib.nullcontext():
+                step(x).sum()
+
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        if case == "length":
+            step(longer).backward()
+        text = error_of(act)
+    assert "do different things: " in text
+    for part in ORDER[case]:
+        assert part in text
+
+
+class Layers(nn.Module):
+    """Layers that are called one by one after graph breaks, as one program."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.layer(x, layer)
+        return x.sum().unsqueeze(0)
+
+    @staticmethod
+    def layer(x, layer):
+        torch._dynamo.graph_break()
+        y = layer(x)[:, None]
+        return x + F.scaled_dot_product_attention(y, y, y)[:, 0]
+
+
+@on_ranks(2)
+def test_every_layer_counts_its_own_calls():
+    """The last of three layers differs, in the second step."""
+    rank = torch.distributed.get_rank()
+    model = Layers()
+    step, x = compiled(model, shard={"x": 1}, strict=False)
+    first = error_of(lambda: step(x).backward())
+    with torch.no_grad():
+        model.layers[2].weight += rank
+    assert first == ""
+    second = error_of(lambda: step(x))
+    assert "in call 2 of torch_dynamo_resume" in second
+    assert "layer.weight: rank 0 has " in second

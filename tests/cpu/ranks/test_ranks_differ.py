@@ -5,19 +5,15 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile import config
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.one_call import Model, message_of, tokens
 
 ON_ONE_RANK = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "tie_fraction": lambda: config.patch(tie_fraction=50.0),
-    "step_kernel": lambda: config.patch(step_kernel="aten_math"),
-    "sdpa_kernel": lambda: sdpa_kernel(SDPBackend.MATH),
 }
 
 
@@ -32,10 +28,8 @@ def differ(what: str) -> str:
         if what == "eval":
             model.eval()
     other = what if dist.get_rank() == 1 else ""
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "ring"}
-    if other == "options":
-        options["strategy"] = "all_gather"
-    step = torch.compile(model, backend="cp", options=options)
+    strategy = "all_gather" if other == "options" else "ring"
+    step = compiled_on(2, model, strategy=strategy)
     given = tokens(20 if other == "shapes" else 16) + (other == "values")
     with context:
         return message_of(lambda: step(given))
@@ -57,11 +51,6 @@ def differ(what: str) -> str:
             "enter torch.autocast on every rank or on none",
         ),
         (
-            "no_grad",
-            "grad mode: rank 0 has on, rank 1 has off",
-            "enter torch.no_grad() or inference_mode() on every rank or on none",
-        ),
-        (
             "inference_mode",
             "grad mode: rank 0 has on, rank 1 has off",
             "inference_mode() on every rank or on none",
@@ -70,16 +59,6 @@ def differ(what: str) -> str:
             "tie_fraction",
             "cpcompile.config.tie_fraction: rank 0 has 0.05, rank 1 has 50.0",
             "set it alike on every rank",
-        ),
-        (
-            "step_kernel",
-            "cpcompile.config.step_kernel: rank 0 has 'auto', rank 1 has 'aten_math'",
-            "set it alike on every rank",
-        ),
-        (
-            "sdpa_kernel",
-            "kernels of scaled_dot_product_attention: rank 0 has",
-            "needed the same inputs, shapes, options and settings on every rank",
         ),
         (
             "frozen",

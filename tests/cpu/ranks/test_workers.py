@@ -89,18 +89,6 @@ def test_a_result_that_cannot_be_pickled_is_a_failure(pools):
         pools[1].run(return_something_that_cannot_be_pickled)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@on_ranks("world")
-def test_an_argument_says_how_many(world):
-    assert dist.get_world_size() == world
-
-
-@pytest.mark.parametrize("half", [1])
-@on_ranks(lambda half: 2 * half)
-def test_a_function_says_how_many(half):
-    assert dist.get_world_size() == 2 * half
-
-
 @on_ranks(1)
 def fails(number):
     assert number + 1 == 4

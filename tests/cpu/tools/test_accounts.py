@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import cpcompile as cp
 from cpcompile.accounting.graph_account import Exchange, Kind, Purpose
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import compiled_on, sequence_mesh
+from tests.cpu.on_ranks import on_ranks
 from tests.models.setting import Setting
 from tests.models.steps import make_model, run_steps
 from tests.models.zoo import CASES
@@ -41,33 +41,27 @@ def in_chunks(logits: Tensor, tokens: Tensor) -> Tensor:
 LOSSES = {f.__name__: f for f in (mean_loss, sliced, rolled, last_token, in_chunks)}
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Of one rank: what explain lists, and where the profiler counts something else."""
+def counted(step: Callable[[], Any], ranks: int) -> tuple[Exchange, ...]:
+    """What explain lists of a step, which is what the profiler counts.
 
-    exchanges: tuple[Exchange, ...]
-    differences: list[str]
-
-    def check(self) -> None:
-        assert not self.differences, "\n".join(self.differences)
-        assert self.exchanges, "nothing was exchanged"
-
-
-def counted(step: Callable[[], Any], ranks: int) -> Counted:
-    """Of the last of three steps; the second compiles too, if the first sets a flag."""
+    Of the last of three steps; the second compiles too, if the first sets a flag.
+    """
     step()
     step()
     with recording() as reports, Messages(ranks, torch.distributed.get_rank()) as found:
         step()
     accounts = [account for report in reports for account in report.accounts]
+    wrong = differences(accounts, found)
+    assert not wrong, "\n".join(wrong)
     rows = tuple(x for account in accounts for x in account.exchanges)
-    return Counted(rows, differences(accounts, found))
+    assert rows, "nothing was exchanged"
+    return rows
 
 
-def run(name: str, length: int, ranks: int, options: dict[str, Any]) -> Counted:
+def run(
+    name: str, length: int, ranks: int, options: dict[str, Any]
+) -> tuple[Exchange, ...]:
     """A training step of a loss."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = Model(LOSSES[name])
     tokens = torch.randint(VOCABULARY, (2, length))
     compiled = compiled_on(ranks, model, **options)
@@ -76,10 +70,10 @@ def run(name: str, length: int, ranks: int, options: dict[str, Any]) -> Counted:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses(pools, name: str, ranks: int) -> None:
+@on_ranks("ranks")
+def test_losses(name: str, ranks: int) -> None:
     """Uneven shards too: what is padded travels, and is counted."""
-    for found in pools[ranks].run(run, name, 16, ranks, {}, timeout=120):
-        found.check()
+    run(name, 16, ranks, {})
 
 
 STRATEGIES = {
@@ -93,74 +87,56 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("length", [32, 29])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_strategies(pools, name: str, length: int) -> None:
-    options = STRATEGIES[name]
-    for found in pools[4].run(run, "mean_loss", length, 4, options, timeout=120):
-        found.check()
-        attention = [x for x in found.exchanges if x.purpose is Purpose.ATTENTION]
-        assert attention and all(x.line.function == "forward" for x in attention)
-        gradients = {x.what for x in found.exchanges if x.purpose is Purpose.GRADIENT}
-        parts = ("embedding.weight", "qkv.weight", "qkv.bias")
-        assert gradients == {*parts, "head.weight", "head.bias"}
+@on_ranks(4)
+def test_strategies(name: str, length: int) -> None:
+    found = run("mean_loss", length, 4, STRATEGIES[name])
+    attention = [x for x in found if x.purpose is Purpose.ATTENTION]
+    assert attention and all(x.line.function == "forward" for x in attention)
+    gradients = {x.what for x in found if x.purpose is Purpose.GRADIENT}
+    parts = ("embedding.weight", "qkv.weight", "qkv.bias")
+    assert gradients == {*parts, "head.weight", "head.bias"}
 
 
 @pytest.mark.parametrize("name", ["sliced", "mean_loss"])
-def test_with_inductor(pools, name: str) -> None:
+@on_ranks(2)
+def test_with_inductor(name: str) -> None:
     """Rings are unrolled, and gradients travel in buckets."""
-    options = {"inner": "inductor"}
-    for found in pools[2].run(run, name, 30, 2, options, timeout=240):
-        found.check()
+    run(name, 30, 2, {"inner": "inductor"})
 
 
-def run_convolved(name: str, ranks: int) -> Counted:
-    """A training step of a model with convolutions over its tokens."""
-    torch._dynamo.reset()
-    model = convolved_forms.Model(name)
+@on_ranks(3)
+def test_tokens_of_neighbours() -> None:
+    """Of a model with convolutions over its tokens."""
+    compiled = compiled_on(3, convolved_forms.Model("conformer"))
     tokens = torch.randint(23, (2, 20))
-    compiled = compiled_on(ranks, model)
-    return counted(lambda: compiled(tokens).square().mean().backward(), ranks)
+    found = counted(lambda: compiled(tokens).square().mean().backward(), 3)
+    assert Purpose.NEIGHBOURS in {x.purpose for x in found}
 
 
-def test_tokens_of_neighbours(pools) -> None:
-    for found in pools[3].run(run_convolved, "conformer", 3, timeout=120):
-        found.check()
-        assert Purpose.NEIGHBOURS in {x.purpose for x in found.exchanges}
-
-
-def run_model(name: str, ranks: int) -> Counted:
+@pytest.mark.timeout(310)
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2, timeout=300)
+def test_models(name: str) -> None:
     """A training step of a model of the table of compatibility."""
-    torch._dynamo.reset()
-    case, setting = CASES[name], Setting(world=ranks)
+    case, setting = CASES[name], Setting(world=2)
     model = make_model(case)
-    options = setting.options() | {"mesh": sequence_mesh(ranks), "shard": case.shard}
+    options = setting.options() | {"mesh": sequence_mesh(2), "shard": case.shard}
     compiled = torch.compile(model, backend="cp", options=options)
     with cp.config.patch(hardware="cpu"):
-        return counted(lambda: run_steps(case, setting, model, compiled), ranks)
+        counted(lambda: run_steps(case, setting, model, compiled), 2)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_models(pools, name: str) -> None:
-    for found in pools[2].run(run_model, name, 2, timeout=300):
-        found.check()
-
-
-def run_explained(length: int) -> tuple[str, dict[str, Any]]:
-    """The text and the data of an explanation."""
-    torch._dynamo.reset()
-    model, tokens = Model(sliced), torch.randint(VOCABULARY, (2, length))
-    compiled = compiled_on(2, model, strategy="ring")
-    explanation = cp.explain(compiled, tokens)
-    return str(explanation), explanation.exchanges
-
-
-def test_explain_names_the_lines(pools) -> None:
+@on_ranks(2)
+def test_explain_names_the_lines() -> None:
     """The largest first, by its line, and gradients of parameters by their names."""
-    for text, exchanges in pools[2].run(run_explained, 16, timeout=120):
-        sizes = [x.bytes for x in exchanges]
-        assert sizes == sorted(sizes, reverse=True)
-        logits = next(x for x in exchanges if x.line.function == "sliced")
-        assert (logits.kind, logits.purpose) == (Kind.ALL_GATHER, Purpose.VALUE)
-        assert logits.bytes == 8 * 2 * VOCABULARY * 4  # half of the logits
-        row = next(x for x in text.splitlines() if x.endswith("in sliced"))
-        assert row.split()[:4] == ["forward", "all-gather", "value", "0.004"]
-        assert "gradients" in text and "embedding.weight" in text
+    model, tokens = Model(sliced), torch.randint(VOCABULARY, (2, 16))
+    explanation = cp.explain(compiled_on(2, model, strategy="ring"), tokens)
+    sizes = [x.bytes for x in explanation.exchanges]
+    assert sizes == sorted(sizes, reverse=True)
+    logits = next(x for x in explanation.exchanges if x.line.function == "sliced")
+    assert (logits.kind, logits.purpose) == (Kind.ALL_GATHER, Purpose.VALUE)
+    assert logits.bytes == 8 * 2 * VOCABULARY * 4  # half of the logits
+    text = str(explanation)
+    row = next(x for x in text.splitlines() if x.endswith("in sliced"))
+    assert row.split()[:4] == ["forward", "all-gather", "value", "0.004"]
+    assert "gradients" in text and "embedding.weight" in text

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import cpcompile as cp
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import compare_calls
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import compiled, message_of
 from tests.support.bounds import (
@@ -67,10 +67,8 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
-            if self.checkpointed:
-                x = checkpoint(layer, x, use_reentrant=False)
-            else:
-                x = layer(x)
+            again = self.checkpointed
+            x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
         return (x * torch.linspace(-1, 1, WIDTH)).sin().mean()
 
 
@@ -86,19 +84,11 @@ class Weights(nn.Module):
         return x + y + weights.square().sum(-1, keepdim=True)
 
 
-def encoder_layer(batch_first: bool = True) -> nn.Module:
-    return nn.TransformerEncoderLayer(
-        WIDTH, HEADS, 48, dropout=0.2, batch_first=batch_first
-    )
-
-
 MODELS = {
     "attention": lambda: Model(Layer()),
     "everywhere": lambda: Model(Layer(0.2, 0.1), Layer(0.3, 0.2)),
-    "in one layer": lambda: Model(Layer(0.0, 0.1), Layer(0.3), Layer(0.0, 0.1)),
     "checkpointed": lambda: Model(Layer(0.2, 0.1), Layer(0.3), checkpointed=True),
     "by hand": lambda: Model(Layer(0.2, 0.1, by_hand=True), Layer(0.0, by_hand=True)),
-    "module": lambda: Model(encoder_layer(), encoder_layer()),
     "weights": lambda: Model(Weights()),
 }
 STEPS = 2
@@ -128,12 +118,10 @@ def in_ranks(
     torch.manual_seed(0)
     model, mesh = MODELS[name]().train().double(), sequence_mesh(ranks)
     tokens = torch.randint(0, 50, (2, seq))
-    options, settings = split({"inner": "aot_eager"} | options)
-    if door == "plain":
-        options |= {"mesh": mesh, "shard": {"tokens": 1}}
-    else:
+    options, settings = split(options)
+    if door == "dtensor":
         tokens = cp.shard(tokens, mesh, 1)
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(ranks, model, **options)
     with recording() as reports, settings:
         got = train(compiled, model, tokens)
     state = got.pop("random state")
@@ -144,7 +132,6 @@ def in_ranks(
 SETTINGS = {
     "even": (16, 2, "plain", {}),
     "uneven": (13, 3, "plain", {}),
-    "even dtensors": (16, 2, "dtensor", {}),
     "uneven dtensors": (13, 3, "dtensor", {}),
     **{
         "-".join(map(str, options.values())): (18, 4, "plain", options)
@@ -180,20 +167,13 @@ def test_any_number_of_ranks(pools, name, setting):
         assert all(rewritten) and rewritten
 
 
-def one_process(name: str, dtype: torch.dtype, seq: int) -> Values:
-    """What one process makes of a model in a dtype, without us."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = MODELS[name]().train().to(dtype)
-    tokens = torch.randint(0, 50, (2, seq))
-    return train(torch.compile(model, backend="aot_eager"), model, tokens)
-
-
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("seq", [16, 13])
 @on_ranks(2)
 def test_the_mask_of_weights_is_that_of_one_device(seq, door):
-    wanted = one_process("weights", torch.float64, seq)
+    model = MODELS["weights"]().train().double()
+    tokens = torch.randint(0, 50, (2, seq))
+    wanted = train(torch.compile(model, backend="aot_eager"), model, tokens)
     got, state, _ = in_ranks("weights", seq, 2, door, {"strict": False})
     assert torch.equal(state, wanted.pop("random state"))
     check(deviations(got, wanted))
@@ -212,7 +192,6 @@ def test_ranks_agree_with_inductor(pools):
 
 @on_ranks(2)
 def test_nothing_is_gathered_in_evaluation():
-    torch.manual_seed(0)
     model = MODELS["everywhere"]().eval().double()
     tokens = torch.randint(0, 50, (2, 16))
     with torch.no_grad():

@@ -33,18 +33,12 @@ class Residual(SequenceFirst):
 class Latents(nn.Module):
     """Attention splits queries that are a parameter, of one token here."""
 
-    tokens = 1
-
     def __init__(self) -> None:
         super().__init__()
-        self.latents = nn.Parameter(torch.randn(self.tokens, 16))
+        self.latents = nn.Parameter(torch.randn(1, 16))
 
     def forward(self, x):
         return sdpa(self.latents.expand(x.shape[0], -1, -1), x, x)
-
-
-class ThreeLatents(Latents):
-    tokens = 3
 
 
 class Windows(nn.Module):
@@ -70,7 +64,6 @@ class GroupNorm(nn.Module):
 PROGRAMS = {
     SequenceFirst: (2, 64, 48),
     Latents: (2, 12, 16),
-    ThreeLatents: (2, 12, 16),
     Windows: (2, 12, 16),
     GroupNorm: (3, 12, 16),
 }

@@ -36,14 +36,11 @@ def test_it_equals_one_process(name, world, batch, door):
 @on_ranks(4)
 def test_windows_of_samples_on_another_axis():
     """They are exchanged for columns of windows: the samples are shared out already."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     alone = Windows(rows=12).double()
     model = copy.deepcopy(alone)
     x = torch.randn(4, 96, WIDTH, dtype=torch.float64)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    options = {"mesh": mesh, "axis": "cp", "inner": "aot_eager"}
-    compiled = torch.compile(model, backend="cp", options=options)
+    compiled = compiled_on(mesh, model, axis="cp")
     given = distribute_tensor(x, mesh, [Shard(0), Shard(1)]).requires_grad_()
     wanted = run(alone, x.clone().requires_grad_(), alone)
     check(deviations(run(compiled, given, model), wanted))
@@ -67,8 +64,6 @@ class ChannelsFirst(nn.Module):
 @on_ranks(2)
 def test_a_layer_whose_weights_require_no_gradient(frozen):
     """torch multiplies each row by weights that require none, not all rows at once."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model, x = ChannelsFirst().double(), torch.randn(2, 48, WIDTH, dtype=torch.float64)
     compiled = compiled_on(2, model, shard={"x": 1})
     if frozen:

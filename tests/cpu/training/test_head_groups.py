@@ -7,12 +7,16 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile import config
 from cpcompile.accounting.graph_account import GraphDirection, Kind, Purpose
-from tests.cpu.against_one_process import compare, compare_calls, hidden_states
+from tests.cpu.against_one_process import (
+    Checkpointed,
+    compare,
+    compare_calls,
+    hidden_states,
+)
 from tests.cpu.on_ranks import on_ranks
 
 HEADS, DIM, WIDTH = 12, 8, 24
@@ -41,14 +45,13 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    def __init__(self, kv_heads: int, documents: bool, again: bool) -> None:
+    def __init__(self, kv_heads: int, documents: bool) -> None:
         super().__init__()
-        self.again = again
         self.layers = nn.ModuleList(Layer(kv_heads, documents) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+            x = layer(x)
         return x
 
 
@@ -75,7 +78,8 @@ CASES = [
 @on_ranks("world", timeout=200)
 def test_it_equals_one_process(kv_heads, documents, tokens, world, how):
     def make() -> nn.Module:
-        return Layers(kv_heads, documents, again=how == "checkpoint")
+        model = Layers(kv_heads, documents)
+        return Checkpointed(model) if how == "checkpoint" else model
 
     options = {"strategy": "ulysses"}
     options["inner"] = "inductor" if how == "inductor" else "aot_eager"
@@ -90,7 +94,7 @@ def test_it_equals_one_process(kv_heads, documents, tokens, world, how):
 
 @on_ranks(2)
 def test_one_program_for_many_lengths():
-    model = Layers(12, documents=False, again=False).double()
+    model = Layers(12, documents=False).double()
     calls = [hidden_states(n, WIDTH) for n in (40, 37, 39)]
     with config.patch(memory_budget=budget(12, 40, 2)):
         compare_calls(model, calls, 2, strategy="ulysses", dynamic=True).check()
@@ -104,7 +108,7 @@ def exchanged(kv_heads: int, limit: int | str) -> tuple[Sent, float]:
 
     The work is that of a rank over that of one device.
     """
-    model = Layers(kv_heads, documents=False, again=False).double()
+    model = Layers(kv_heads, documents=False).double()
     with config.patch(memory_budget=limit):
         step = compare_calls(model, [hidden_states(40, WIDTH)], 2, strategy="ulysses")
     found: Sent = {}

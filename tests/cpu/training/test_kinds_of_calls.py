@@ -28,44 +28,25 @@ class Kind:
     """A function of q, k and v, their shapes, and the dimension of the sequence."""
 
     call: Callable[..., Tensor]
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    dims: tuple[int | None, int | None, int | None]  # None is not sharded
+    shapes: tuple[tuple[int, ...], ...]
+    dims: tuple[int | None, ...]  # None is not sharded
 
     @classmethod
     def of(cls, call, *shapes, dims=None) -> Kind:
-        q, k, v = shapes if len(shapes) == 3 else shapes * 3
-        of_tokens = tuple(len(shape) - 2 for shape in (q, k, v))
-        return cls(call, q, k, v, of_tokens if dims is None else dims)
+        shapes = shapes if len(shapes) == 3 else shapes * 3
+        return cls(call, shapes, dims or tuple(len(shape) - 2 for shape in shapes))
 
 
 def causal(q, k, v):
     return sdpa(q, k, v, is_causal=True)
 
 
-def positional(q, k, v):
-    return sdpa(q, k, v, None, 0.0, True, scale=0.3)
-
-
 def keywords(q, k, v):
-    return sdpa(value=v, key=k, query=q)
-
-
-def overload(q, k, v):
-    return torch.ops.aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True)
+    return sdpa(value=v, key=k, query=q, scale=0.3)
 
 
 def grouped(q, k, v):
     return sdpa(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def projected(q, k, v):
-    """[B, S, C]; one fused projection, whose parts are not contiguous."""
-    weight = torch.eye(24, dtype=q.dtype).repeat(3, 1)
-    qkv = F.linear(q + k * 0.5 + v, weight)
-    parts = (x.view(*x.shape[:2], 3, 8).transpose(1, 2) for x in qkv.split(24, dim=-1))
-    return causal(*parts).transpose(1, 2).flatten(2)
 
 
 def repeated(q, k, v):
@@ -75,15 +56,6 @@ def repeated(q, k, v):
     return causal(q, k, v.repeat_interleave(3, 1))
 
 
-def repeated_early(q, k, v):
-    """As torchtitan does, in [B, S, H, D]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    b, s, g, d = k.shape
-    k = k.unsqueeze(3).expand(b, s, g, 3, d).reshape(b, s, 3 * g, d)
-    v = v.repeat_interleave(3, dim=2)
-    return causal(*(x.transpose(1, 2) for x in (q, k, v)))
-
-
 def tiled(q, k, v):
     """Another order of the heads, which must not be folded."""
     return causal(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1))
@@ -91,9 +63,7 @@ def tiled(q, k, v):
 
 X = (2, 3, S, 8)
 KINDS = {
-    "positional": Kind.of(positional, X),
     "keywords": Kind.of(keywords, X),
-    "overload": Kind.of(overload, X),
     "one head": Kind.of(causal, (1, 1, S, 8)),
     "three dims": Kind.of(causal, (4, S, 8)),
     "two dims": Kind.of(causal, (S, 8)),
@@ -109,9 +79,7 @@ KINDS = {
     "three dims, one batch of keys": Kind.of(keywords, (4, S, 8), (1, S, 8), (1, S, 8)),
     "smaller values": Kind.of(causal, (2, 3, S, 24), (2, 3, S, 24), (2, 3, S, 16)),
     "larger values": Kind.of(causal, X, X, (2, 3, S, 16)),
-    "fused projection": Kind.of(projected, (2, S, 24)),
     "repeated": Kind.of(repeated, (2, 6, S, 8), (2, 2, S, 8), (2, 2, S, 8)),
-    "repeated early": Kind.of(repeated_early, (2, 6, S, 8), (2, 2, S, 8), (2, 2, S, 8)),
     "tiled": Kind.of(tiled, (2, 6, S, 8), (2, 2, S, 8), (2, 2, S, 8)),
     "cross": Kind.of(keywords, X, (2, 3, T, 8), (2, 3, T, 8)),
     "cross, whole keys": Kind.of(
@@ -143,7 +111,7 @@ def compared(
     generator = torch.Generator().manual_seed(7)
     inputs = [
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for shape in (kind.q, kind.k, kind.v)
+        for shape in kind.shapes
     ]
     options: dict[str, Any] = {"strategy": strategy, "inner": inner, "fullgraph": True}
     if door == "plain":

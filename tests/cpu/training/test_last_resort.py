@@ -8,11 +8,11 @@ from torch import Tensor
 
 import cpcompile as cp
 from cpcompile.reporting.graph_report import recording
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on, sequence_mesh
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
 from tests.cpu.programs import HEADS, WIDTH, attend
-from tests.support.bounds import check, deviations, in_one_process
+from tests.support.bounds import check, deviations, in_one_process, whole
 
 
 @torch.library.custom_op("cpcompile_tests::fill_second", mutates_args=("y",))
@@ -86,8 +86,6 @@ class Model(nn.Module):
 @pytest.mark.parametrize("part", REFUSED + OTHERS, ids=lambda part: part.__name__)
 @on_ranks(2)
 def test_whatever_runs_runs(part):
-    """The refusal under strict, if there is one, and deviations without."""
-    torch.manual_seed(0)
     model = Model(part).double()
     tokens = torch.randint(50, (2, 16))
 
@@ -98,27 +96,17 @@ def test_whatever_runs_runs(part):
         return {"loss": loss, "gradient": module.embedding.weight.grad}
 
     values = in_one_process(lambda x: step(x, x), model)
-    mesh = sequence_mesh(torch.distributed.get_world_size())
-
-    def compiled(strict):
-        torch._dynamo.reset()
-        options = {"mesh": mesh, "inner": "aot_eager", "strict": strict}
-        return torch.compile(model, backend="cp", options=options)
-
-    message = message_of(lambda: step(compiled(True)))
-    found = deviations(step(compiled(False)), *values)
+    message = message_of(lambda: step(compiled_on(2, model)))
     if part in REFUSED:
         assert "RewriteError" in message or "Dropout" in message, message
-    check(found)
+    torch._dynamo.reset()
+    check(deviations(step(compiled_on(2, model, strict=False)), *values))
 
 
 @pytest.mark.parametrize("settings", [{}, {"memory_budget": 1}], ids=["", "whole"])
 @on_ranks(2)
 def test_a_cache_that_is_written_in_part(settings):
     """A write into a part of a cache that is sharded along its tokens."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    mesh = sequence_mesh(torch.distributed.get_world_size())
     cache, k = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 2, 4)
 
     def decode(cache, k):
@@ -128,13 +116,11 @@ def test_a_cache_that_is_written_in_part(settings):
 
     want_cache = cache.clone()
     want = decode(want_cache, k)
-    given = cp.shard(cache, mesh, 2)
+    given = cp.shard(cache, sequence_mesh(2), 2)
     options = {"inner": "aot_eager", "strict": False}
     with torch.no_grad(), cp.config.patch(settings), recording() as reports:
         got = torch.compile(decode, backend="cp", options=options)(given, k)
     (report,) = reports
     assert bool([x for x in report.calls if x.plan]) is not bool(settings)
-    whole = got.full_tensor() if hasattr(got, "full_tensor") else got
-    error = (whole - want).abs().max()
-    of_cache = (given.full_tensor() - want_cache).abs().max()
-    assert error < 1e-5 and of_cache == 0
+    assert (whole(got) - want).abs().max() < 1e-5
+    assert torch.equal(given.full_tensor(), want_cache)

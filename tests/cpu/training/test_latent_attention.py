@@ -11,34 +11,21 @@ import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from cpcompile.accounting.graph_account import GraphDirection, Kind, Purpose
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import (
+    Checkpointed,
     Comparison,
     compare,
     compare_calls,
     hidden_states,
 )
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.support.latent_attention import LATENT, ROPE, WIDTH, TwoLayers
 
 FLOAT64 = 8  # bytes
-
-
-class Checkpointed(nn.Module):
-    """A module whose layers are computed again in the backward."""
-
-    def __init__(self, module: TwoLayers) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.module.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
 
 
 # How parts of a key are joined, and what a query sees.
@@ -86,12 +73,10 @@ def test_one_program_for_many_lengths(lengths):
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])
 @on_ranks(2)
 def test_latents_are_all_that_is_sent(how):
-    torch._dynamo.reset()
     batch, tokens, world = 2, 40, 2
     layers, rows = 2, batch * (tokens // world)
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "latents"}
     model = Checkpointed(TwoLayers()) if how == "checkpoint" else TwoLayers()
-    call = torch.compile(model.double(), backend="cp", options=options)
+    call = compiled_on(2, model.double(), strategy="latents")
     held: list[Tensor] = []
 
     def hold(x: Tensor) -> Tensor:

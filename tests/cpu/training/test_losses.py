@@ -15,15 +15,6 @@ POSITIVE = torch.linspace(0.5, 2.0, WIDTH)
 WEIGHTS = torch.linspace(0.1, 2.0, CLASSES)
 
 
-MODULES = {
-    "mse": nn.MSELoss(),
-    "mse sum": nn.MSELoss(reduction="sum"),
-    "l1": nn.L1Loss(reduction="sum"),
-    "huber": nn.HuberLoss(),
-    "divergence": nn.KLDivLoss(reduction="batchmean"),
-}
-
-
 def weights(x):
     """One per token and channel, and none of them like another."""
     count = x.shape[1] * WIDTH
@@ -38,16 +29,11 @@ def log_chances(logits):
     return logits.log_softmax(-1)
 
 
-# Of activations [B, S, WIDTH], a target of that shape, logits, and labels.
+# Of activations [B, S, WIDTH], a target of that shape, logits, and labels. A loss of
+# elements is arithmetic and a mean: of these one each, and the ways to weigh.
 LOSSES = {
-    "mse": lambda x, y, *_: F.mse_loss(x, y),
-    "mse module": lambda x, y, *_: (
-        MODULES["mse"](x, y) + MODULES["mse sum"](y, x)
-    ),
+    "mse": lambda x, y, *_: F.mse_loss(x, y) + F.mse_loss(y, x, reduction="sum"),
     "mse weighted": lambda x, y, *_: F.mse_loss(x, y, weight=weights(x).expand_as(x)),
-    "mse none": lambda x, y, *_: (
-        F.mse_loss(x, y, reduction="none").mul(weights(x)).sum()
-    ),
     "mse none turned": lambda x, y, *_: (
         F.mse_loss(x.transpose(1, 2), y.transpose(1, 2), reduction="none")
         .transpose(1, 2)
@@ -57,35 +43,30 @@ LOSSES = {
         .sin()
         .sum()
     ),
-    "l1": lambda x, y, *_: F.l1_loss(x, y) + F.l1_loss(x, y, reduction="sum"),
     "l1 weighted": lambda x, y, *_: F.l1_loss(x, y, weight=weights(x).expand_as(x)),
-    "l1 module": lambda x, y, *_: MODULES["l1"](x, y),
-    "smooth": lambda x, y, *_: F.smooth_l1_loss(x, y, beta=0.3),
     "smooth flattened": lambda x, y, *_: F.smooth_l1_loss(
-        x.flatten(0, 1), y.flatten(0, 1)
+        x.flatten(0, 1), y.flatten(0, 1), beta=0.3
     ),
-    "huber": lambda x, y, *_: F.huber_loss(x, y, delta=0.4) + MODULES["huber"](y, x),
     "huber weighted": lambda x, y, *_: F.huber_loss(
-        x, y, weight=weights(x).expand_as(x)
+        x, y, delta=0.4, weight=weights(x).expand_as(x)
     ),
-    "divergence": lambda x, y, *_: F.kl_div(
-        log_chances(x), y.softmax(-1), reduction="batchmean"
+    "divergence flattened": lambda x, y, *_: F.kl_div(
+        log_chances(x).flatten(0, 1),
+        y.softmax(-1).flatten(0, 1),
+        reduction="batchmean",
     ),
     "divergence of logs": lambda x, y, *_: F.kl_div(
         log_chances(x), log_chances(y), log_target=True
     ),
-    "divergence flattened": lambda x, y, *_: MODULES["divergence"](
-        log_chances(x).flatten(0, 1), y.softmax(-1).flatten(0, 1)
-    ),
-    "binary": lambda x, y, *_: F.binary_cross_entropy(chances(x), chances(y)),
     "binary weighted": lambda x, y, *_: F.binary_cross_entropy(
         chances(x), chances(y).detach(), weights(x)[..., :1]
     ),
     "binary logits": lambda x, y, *_: F.binary_cross_entropy_with_logits(
         x, chances(y), weights(x), pos_weight=POSITIVE.to(x.dtype)
     ),
-    "margin": lambda x, y, *_: F.soft_margin_loss(x, y.detach().sign()),
-    "poisson": lambda x, y, *_: F.poisson_nll_loss(x, y.detach().abs()),
+    "triplet": lambda x, y, *_: F.triplet_margin_loss(
+        x, x.roll(1, 1), y, swap=True, reduction="sum"
+    ),
     "likelihood": lambda x, y, z, t: F.nll_loss(
         log_chances(z).flatten(0, 1), t.flatten(), ignore_index=2
     ),
@@ -95,7 +76,6 @@ LOSSES = {
     "likelihood none": lambda x, y, z, t: (
         F.nll_loss(log_chances(z).transpose(1, 2), t, reduction="none").square().mean()
     ),
-    "classes": lambda x, y, z, t: F.cross_entropy(z.flatten(0, 1), t.flatten()),
     "classes of a model": lambda x, y, z, t: F.cross_entropy(
         z.transpose(1, 2), z.detach().sin().softmax(-1).transpose(1, 2)
     ),

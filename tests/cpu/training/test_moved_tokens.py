@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-import cpcompile as cp
 from cpcompile import config, logs
 from cpcompile.accounting.graph_account import Kind
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import warnings
-from tests.cpu.attention_cases import compiled_on, sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
+from tests.support import bounds
 from tests.support.bounds import default_dtype
 from tests.support.moved_programs import (
     CHANNELS,
@@ -39,20 +39,15 @@ FEW = 24  # tokens that a rank receives in all exchanges together
 
 
 def step(call: Any, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    result = call(ids)
-    result.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    found = {n: torch.zeros(()) if g is None else g.clone() for n, g in grads.items()}
-    return {"result": result.detach()} | found
+    grads = bounds.step(call, model, ids)
+    unused = {f"grad of {n}": torch.zeros(()) for n, _ in model.named_parameters()}
+    return unused | {name: x.clone() for name, x in grads.items()}
 
 
 def run(
     name: str, world: int, batch: int, tokens: int, checkpoints: bool, options: Any
 ) -> dict[str, Any]:
-    torch._dynamo.reset()
     logs.warn_once.cache_clear()
-    torch.manual_seed(0)
     with default_dtype(torch.float64):
         model, ids = make(name)(), ids_of(batch, tokens)
         if checkpoints:
@@ -61,12 +56,10 @@ def run(
                 attend, *args, use_reentrant=False, **given
             )
         wanted = step(model, model, ids)
-        mesh = sequence_mesh(world)
-        options = {"mesh": mesh, "inner": "aot_eager", "strategy": "ring", **options}
-        compiled = torch.compile(model, backend="cp", options=options)
+        compiled = compiled_on(world, model, **{"strategy": "ring"} | options)
         with warnings() as texts, recording() as reports:
             got = step(compiled, model, ids)
-        with Messages(world, mesh.get_rank()) as messages:
+        with Messages(world, dist.get_rank()) as messages:
             step(compiled, model, ids)
     accounts = [account for report in reports for account in report.accounts]
     assert_close(got, wanted, rtol=1e-9, atol=1e-10)
@@ -142,10 +135,7 @@ SYMBOLIC = [
 @pytest.mark.parametrize("name", SYMBOLIC)
 @on_ranks(2)
 def test_one_program_serves_many_lengths(name):
-    """Make steps of several lengths; return how many graphs they took."""
-    torch._dynamo.reset()
     counters.clear()
-    torch.manual_seed(0)
     with default_dtype(torch.float64):
         model = make(name)()
         compiled = compiled_on(2, model)
@@ -160,48 +150,11 @@ def test_one_program_serves_many_lengths(name):
         assert graphs == 2  # of the first length, and of all others
 
 
-@pytest.mark.parametrize("of_second", ["zigzag", "contiguous"])
-@on_ranks(3)
-def test_inputs_that_are_given_laid_out(of_second):
-    """A slice meets a second input of its length; both are given in layouts."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    mesh = sequence_mesh(3)
-    x, z = (torch.randn(2, n, 16, dtype=torch.float64) for n in (40, 39))
-
-    def model(x: Tensor, z: Tensor) -> Tensor:
-        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        y = y.transpose(1, 2).flatten(2)
-        return (y[:, 1:] * z * y[:, :-1].cos()).sin()
-
-    leaves = [v.clone().requires_grad_() for v in (x, z)]
-    wanted = model(*leaves)
-    wanted.backward(torch.ones_like(wanted))
-    grads = [leaf.grad for leaf in leaves]
-    leaves = [v.clone().requires_grad_() for v in (x, z)]
-    given = [
-        cp.shard(v, mesh, 1, layout=layout)
-        for v, layout in zip(leaves, ("zigzag", of_second), strict=True)
-    ]
-    compiled = torch.compile(model, backend="cp", options={"inner": "aot_eager"})
-    result = cp.unshard(compiled(*given))
-    assert_close(result.detach(), wanted.detach())
-    result.backward(torch.ones_like(result))
-    for leaf, grad in zip(leaves, grads, strict=True):
-        assert_close(leaf.grad, grad)
-
-
-def cp_compiled() -> Any:
-    options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
-    return lambda model: torch.compile(model, backend="cp", options=options)
-
-
 @on_ranks(2)
 def test_a_position_that_is_not_there_raises_as_in_torch():
     """Errors of positions that a sequence has not, in one process and on ranks."""
     errors = []
-    for call in (lambda x: x, cp_compiled()):
+    for call in (lambda x: x, lambda x: compiled_on(2, x)):
         model = make("chosen tokens")()
         model.head = lambda m, x, ids: x[torch.arange(2), ids[:, 0] + 90]
         try:
@@ -209,21 +162,6 @@ def test_a_position_that_is_not_there_raises_as_in_torch():
         except IndexError as error:
             errors.append(str(error))
     assert len(errors) == 2 and all("100" in text for text in errors)
-
-
-@on_ranks(2)
-def test_explain_lists_what_neighbours_lend():
-    compiled = compiled_on(2, make("difference")(), strategy="ring")
-    explanation = cp.explain(compiled, ids_of(1, 96))
-    (graph,) = explanation.graphs
-    rows = [
-        (exchange.purpose.value, exchange.kind.value)
-        for account in graph.accounts
-        for exchange in account.exchanges
-        if exchange.kind is Kind.ALL_TO_ALL
-    ]
-    assert rows
-    assert set(rows) == {("tokens of neighbours", "all-to-all")}
 
 
 assert CHANNELS < WORDS  # a token of logits is the largest one that travels

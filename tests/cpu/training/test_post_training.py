@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +11,27 @@ import torch
 from torch import Tensor
 
 from cpcompile import logs
-from cpcompile.accounting.graph_account import Account, GraphAccount, Purpose
+from cpcompile.accounting.graph_account import Account, Purpose
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import warnings
 from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.models.torchvision_schemas import define_schemas
-from tests.support.bounds import Deviation, check, deviations, in_one_process, step
+from tests.support.bounds import check, deviations, in_one_process, step
 
 SCRIPT = Path(__file__).parents[3] / "docs/howto/post_training.py"
 OF_MODELS = (Purpose.ATTENTION, Purpose.GRADIENT)
 MOST_WORK = 1.1
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Of one rank: what differs in each call, what was sent, and what was said."""
-
-    deviations: list[Deviation]
-    accounts: list[GraphAccount]
-    logits: int  # bytes of a rank's part of them, in the smallest call
-    warnings: list[str]
-
-    def check(self) -> None:
-        check(self.deviations)
-        assert self.warnings == []
-        assert self.accounts and Account(self.accounts).work().ratio <= MOST_WORK
-        for account in self.accounts:
-            for x in account.exchanges:
-                assert x.purpose in OF_MODELS or x.bytes < self.logits / 2, str(x)
-
-
 def run(
     method: str,
     tokens: list[int],
     world: int,
-    dtype: torch.dtype = torch.float64,
-    change: str = "",
-) -> Outcome:
-    """Compare one step for each number of tokens.
+    dtype: torch.dtype,
+    change: str,
+) -> None:
+    """Compare one step for each number of tokens, and look at what was sent.
 
     change: "left" reverses all rows, so that they are padded on the left;
     "checkpoint" recomputes the layers of the trained model.
@@ -70,8 +51,7 @@ def run(
     model.train().to(dtype)
     compiled = compiled_on(world, model)
     generator = torch.Generator().manual_seed(1)
-    found: list[Deviation] = []
-    accounts, logits = [], []
+    found, accounts, logits = [], [], []
     with warnings() as texts:
         for length in tokens:
             batch = batch_of(length, generator)
@@ -90,8 +70,13 @@ def run(
             accounts += [x for report in reports for x in report.accounts]
             first = next(iter(batch.values()))
             words = first.numel() * script.VOCABULARY
-            logits.append(words * dtype.itemsize // world)
-    return Outcome(found, accounts, min(logits), texts)
+            logits.append(words * dtype.itemsize // world)  # bytes of a rank's part
+    check(found)
+    assert texts == []
+    assert accounts and Account(accounts).work().ratio <= MOST_WORK
+    for account in accounts:
+        for x in account.exchanges:
+            assert x.purpose in OF_MODELS or x.bytes < min(logits) / 2, str(x)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,38 +86,21 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 METHODS = ["dpo", "grpo", "shared", "reward", "distil", "lora", "packed"]
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("method", METHODS)
-@on_ranks(2, timeout=230)
-def test_one_step(method: str) -> None:
-    run(method, [48], 2).check()
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("method", METHODS)
-@on_ranks("world", timeout=580)
-def test_other_lengths(method: str, world: int) -> None:
-    """From the second length on it is a symbol; the ranks divide some of them."""
-    run(method, [41, 54, 47], world).check()
-
-
-CHANGES = [
-    *((method, "left") for method in ("dpo", "grpo", "reward", "distil", "lora")),
-    ("dpo", "checkpoint"),
-    ("grpo", "checkpoint"),
+# From the second length on it is a symbol; the ranks divide some of them.
+LENGTHS = [41, 54, 47]
+CASES = [
+    *((method, [48], 2, torch.float64, "") for method in METHODS),
+    *((method, LENGTHS, n, torch.float64, "") for method in METHODS for n in (2, 3)),
+    *((x, [48], 2, torch.float64, "left") for x in METHODS if x != "shared"),
+    *((method, [48], 2, torch.float64, "checkpoint") for method in ("dpo", "grpo")),
+    *((method, [48], 2, torch.bfloat16, "") for method in METHODS),
 ]
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(("method", "change"), CHANGES)
-@on_ranks(2, timeout=230)
-def test_padding_on_the_left_and_checkpoints(method: str, change: str) -> None:
-    run(method, [48], 2, torch.float64, change).check()
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("method", METHODS)
-@on_ranks(2, timeout=230)
-def test_in_bfloat16(method: str) -> None:
-    run(method, [48], 2, torch.bfloat16).check()
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("method", "tokens", "world", "dtype", "change"), CASES, ids=str
+)
+@on_ranks("world", timeout=580)
+def test_steps(method, tokens, world, dtype, change) -> None:
+    run(method, tokens, world, dtype, change)

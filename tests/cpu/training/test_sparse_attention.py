@@ -6,29 +6,14 @@ Against one process in float64.
 from __future__ import annotations
 
 import pytest
-import torch.nn as nn
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from cpcompile.accounting.graph_account import Kind, Purpose
-from tests.cpu.against_one_process import compare
+from tests.cpu.against_one_process import Checkpointed, compare
 from tests.cpu.on_ranks import on_ranks
 from tests.support.sparse_attention import MODULES, WIDTH
 
 FLOAT64 = 8  # bytes
 KEYS = 8  # channels of a key of the indexer
-
-
-class Checkpointed(nn.Module):
-    """A module that is computed again in the backward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.module, x, use_reentrant=False)
-        return y
 
 
 CASES = [

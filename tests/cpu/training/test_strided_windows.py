@@ -6,7 +6,7 @@ import pytest
 
 from tests.cpu.against_one_process import compare
 from tests.cpu.on_ranks import on_ranks
-from tests.support.forms.strided_forms import FORMS, TWINS, WIDTH, Image, Model
+from tests.support.forms.strided_forms import FORMS, TWINS, WIDTH, Model
 
 CASES = [
     (name, world, tokens)
@@ -42,11 +42,3 @@ def test_it_equals_one_process(name, world, tokens, door, options):
     gathered = any("gathered" in text for text in found.warnings)
     # Twins may be exchanged for channels.
     assert options or door == "dtensor" or name in TWINS or not gathered
-
-
-@pytest.mark.parametrize(("rows", "world"), [(64, 2), (88, 3)])
-@on_ranks("world")
-def test_rows_of_an_image(rows, world):
-    found = compare(Image, (2, 3, rows, 24), world, shard={"x": 2})
-    found.check()
-    assert not any("times the work" in text for text in found.warnings)

@@ -7,11 +7,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from tests.cpu.against_one_process import warnings
-from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.attention_cases import compiled_on
 from tests.cpu.on_ranks import on_ranks
 from tests.cpu.one_call import message_of
 from tests.cpu.programs import WIDTH, Base, attend
@@ -59,19 +58,6 @@ class Quantised(torch.Tensor):
             (x,) = args
             return cls(func(x.data_), func(x.scale))
         raise NotImplementedError(f"{cls.__name__}: {func}")
-
-
-class Dispatched(Quantised):
-    """Calls of aten, not of torch, read its plain numbers."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is not aten.detach.default:
-            args = pytree.tree_map_only(cls, cls.plain, args)
-            return func(*args, **(kwargs or {}))
-        return cls(func(args[0].data_), func(args[0].scale))
 
 
 class Stubborn(Quantised):
@@ -130,26 +116,7 @@ class StraightThrough(torch.autograd.Function):
         return grad @ (weight.exact * 8).round() / 8, of_weight
 
 
-class WithoutParts(torch.Tensor):
-    """Nothing tells what it is made of."""
-
-    @staticmethod
-    def __new__(cls, exact):
-        return torch.Tensor._make_wrapper_subclass(cls, exact.shape, dtype=exact.dtype)
-
-    def __init__(self, exact):
-        self.exact = exact
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args = pytree.tree_map_only(cls, lambda x: x.exact, args)
-        result = func(*args, **(kwargs or {}))
-        return cls(result) if func is aten.detach.default else result
-
-
-CLASSES = {"dispatched": Dispatched, "matmul": Dispatched, "stubborn": Stubborn}
-SHARED = ("linear", "tied", "region", "embedding", "buffer", "dispatched", "trained")
-GATHERED = {"matmul", "stubborn"}
+SHARED = ("linear", "region", "embedding", "buffer", "trained")
 
 
 class Model(Base):
@@ -158,7 +125,7 @@ class Model(Base):
         self.kind, self.head = kind, nn.Linear(WIDTH, WIDTH)
         self.double()
         weight = self.linear.weight.detach()
-        quantised = CLASSES.get(kind, Quantised).of(weight)
+        quantised = (Stubborn if kind == "stubborn" else Quantised).of(weight)
         frozen = nn.Parameter(quantised, requires_grad=False)
         if kind == "embedding":
             table = Quantised.of(self.embedding.weight.detach())
@@ -168,89 +135,55 @@ class Model(Base):
         elif kind == "trained":
             self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
             self.linear.weight = nn.Parameter(Rounded(weight))
-        elif kind == "without parts":
-            exact = WithoutParts(weight)
-            self.linear.weight = nn.Parameter(exact, requires_grad=False)
         else:
             self.linear.weight = frozen
 
     def layer(self, x: Tensor) -> Tensor:
-        if self.kind == "matmul":
-            return x @ self.linear.weight
-        if self.kind == "buffer":
-            return F.linear(x, self.table)
-        return (
-            self.linear(self.linear(x).tanh())
-            if self.kind == "tied"
-            else self.linear(x)
-        )
+        return F.linear(x, self.table) if self.kind == "buffer" else self.linear(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.head(self.embedding(tokens))
         if self.kind == "region":
-            return (
-                attend(checkpoint(self.layer, x, use_reentrant=False)).square().mean()
-            )
-        return attend(self.layer(x)).square().mean()
-
-
-def compiled(model, world, **options):
-    torch._dynamo.reset()
-    given = {"inner": "aot_eager", "mesh": sequence_mesh(world)} | options
-    return torch.compile(model, backend="cp", options=given, fullgraph=True)
+            x = checkpoint(self.layer, x, use_reentrant=False)
+        else:
+            x = self.layer(x)
+        return attend(x).square().mean()
 
 
 @pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
 @on_ranks("world")
 def test_steps_equal_one_process(seq, world):
-    results = {}
-    for kind in (*SHARED, *GATHERED):
+    for kind in (*SHARED, "stubborn"):
+        torch._dynamo.reset()
         torch.manual_seed(0)
         model, tokens = Model(kind), torch.randint(0, 50, (2, seq))
         exact = step(model, model, tokens)
         with warnings() as texts:
-            got = step(compiled(model, world), model, tokens)
-        results[kind] = deviations(got, exact), texts
-    for kind, (found, texts) in results.items():
-        check(found)
+            got = step(compiled_on(world, model, fullgraph=True), model, tokens)
+        check(deviations(got, exact))
         gathered = [x for x in texts if "on gathered tensors" in x]
-        assert bool(gathered) == (kind in GATHERED), (kind, texts)
-        if kind == "stubborn":
+        assert bool(gathered) == (kind == "stubborn"), (kind, texts)
+        if gathered:
             assert "linear.weight is a Stubborn whose parts" in gathered[0]
 
 
 @on_ranks(2)
 def test_shares_of_a_gradient():
     """A gradient that the ranks have in shares, as under DDP, and that of one rank."""
-    torch.manual_seed(0)
     model, tokens = Model("trained"), torch.randint(0, 50, (2, 16))
     exact = step(model, model, tokens)
-    got = step(compiled(model, 2, grad_sync="none"), model, tokens)
+    got = step(compiled_on(2, model, grad_sync="none"), model, tokens)
     for name, x in got.items():
         if name != "loss":
             torch.distributed.all_reduce(x)
     check(deviations(got, exact))
 
 
-def other_weights(kind):
-    rank = torch.distributed.get_rank()
-    torch.manual_seed(0)
-    model = Model(kind)
-    if kind == "linear":
-        with torch.no_grad():
-            model.linear.weight.data_[0, 0] += rank
-    call = compiled(model, 2)
-    return message_of(lambda: call(torch.zeros(2, 16, dtype=torch.int64)))
-
-
 @on_ranks(2)
 def test_weights_that_differ_between_ranks():
-    text = other_weights("linear")
+    model = Model("linear")
+    with torch.no_grad():
+        model.linear.weight.data_[0, 0] += torch.distributed.get_rank()
+    call = compiled_on(2, model)
+    text = message_of(lambda: call(torch.zeros(2, 16, dtype=torch.int64)))
     assert "RankMismatchError" in text and "parameter linear.weight" in text
-
-
-@on_ranks(2)
-def test_a_class_without_parts():
-    """torch refuses it by itself, on every rank."""
-    text = other_weights("without parts")
-    assert text.startswith("Unsupported: ") and "WithoutParts" in text

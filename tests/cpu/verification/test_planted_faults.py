@@ -128,55 +128,52 @@ _STEPS = "ops.strategies.ring_steps"
 _RING = "ops.strategies.ring_schedule"
 _EDGES = "passes.whole.edge_values"
 
-FAULTS = {
-    "causal offset": [(_RING, "RingStep.chunk", one_key_more)],
-    "dKV the other way": [(_STEPS, "ring_shift", gradients_back)],
-    "KV head off by one": [(_RING, "Ring.own_chunk", next_key_head)],
-    "loss averaged per rank": [(_EDGES, "placed_as", mean_of_means)],
-    "missing gradient sum": [(_EDGES, "gradient_as", gradients_not_summed)],
-    "stale positions": [
-        ("passes.whole.localise", "in_order", positions_in_natural_order)
-    ],
-    "dropped padding": [
-        ("ops.strategies.ring_attention", "AttentionInputs.of", no_segment_ids)
-    ],
-    "wrong scale": [
-        ("ops.strategies.ring_attention", "ring_forward", larger_scale(3)),
-        ("ops.strategies.ring_attention", "ring_backward", larger_scale(6)),
-    ],
-    "bf16 accumulation": [(_STEPS, "attention_step", rounded_state)],
-    "no way back": [("ops.comm.relayout", "_layouts", never_back)],
-}
-
-
-RANKS = 3  # of two ranks, each is the next one and the previous one
-
-# What differs first, of which module, and what comes before it.
 AFTER_ATTENTION = ("output", "attention.out", "the output of attention.kv")
-WHERE = {
-    "causal offset": AFTER_ATTENTION,
+GRADIENT = "gradient of parameter weight"
+
+# What is replaced; what differs first, of which module, and what comes before it.
+PLANTED = {
+    "causal offset": ([(_RING, "RingStep.chunk", one_key_more)], AFTER_ATTENTION),
     "dKV the other way": (
-        "gradient of the output",
-        "attention.kv",
-        "the gradient of parameter bias of attention.out",
+        [(_STEPS, "ring_shift", gradients_back)],
+        (
+            "gradient of the output",
+            "attention.kv",
+            "the gradient of parameter bias of attention.out",
+        ),
     ),
-    "KV head off by one": AFTER_ATTENTION,
-    "loss averaged per rank": ("result loss", "", "the output of head"),
+    "KV head off by one": ([(_RING, "Ring.own_chunk", next_key_head)], AFTER_ATTENTION),
+    "loss averaged per rank": (
+        [(_EDGES, "placed_as", mean_of_means)],
+        ("result loss", "", "the output of head"),
+    ),
     "missing gradient sum": (
-        "gradient of parameter weight",
-        "head",
-        "the gradient of the output of head",
+        [(_EDGES, "gradient_as", gradients_not_summed)],
+        (GRADIENT, "head", "the gradient of the output of head"),
     ),
     "stale positions": (
-        "gradient of parameter weight",
-        "positions",
-        "the gradient of the output of positions",
+        [("passes.whole.localise", "in_order", positions_in_natural_order)],
+        (GRADIENT, "positions", "the gradient of the output of positions"),
     ),
-    "dropped padding": AFTER_ATTENTION,
-    "wrong scale": AFTER_ATTENTION,
-    "bf16 accumulation": AFTER_ATTENTION,
-    "no way back": ("output", "head", "the output of attention"),
+    "dropped padding": (
+        [("ops.strategies.ring_attention", "AttentionInputs.of", no_segment_ids)],
+        AFTER_ATTENTION,
+    ),
+    "wrong scale": (
+        [
+            ("ops.strategies.ring_attention", "ring_forward", larger_scale(3)),
+            ("ops.strategies.ring_attention", "ring_backward", larger_scale(6)),
+        ],
+        AFTER_ATTENTION,
+    ),
+    "bf16 accumulation": ([(_STEPS, "attention_step", rounded_state)], AFTER_ATTENTION),
+    "no way back": (
+        [("ops.comm.relayout", "_layouts", never_back)],
+        ("output", "head", "the output of attention"),
+    ),
 }
+FAULTS = {name: faults for name, (faults, _) in PLANTED.items()}
+RANKS = 3  # of two ranks, each is the next one and the previous one
 
 
 def verify(fault):
@@ -194,15 +191,11 @@ def verify(fault):
         return cp.verify(make_model(mixes=mixes), options=options, **inputs)
 
 
-def test_every_fault_has_its_place():
-    assert FAULTS.keys() == WHERE.keys() and len(FAULTS) == 10
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_reported_at_its_module(pools, fault):
     reports = pools[RANKS].run(verify, fault, timeout=170)
     first, *others = reports
-    what, path, after = WHERE[fault]
+    what, path, after = PLANTED[fault][1]
     assert not first.ok and first.exit_code == 1
     assert first.first is not None, first
     assert [x.first for x in others] == [first.first] * (RANKS - 1)
@@ -219,6 +212,5 @@ def test_without_the_fault_the_program_is_right(pools, fault):
 
 
 def verify_without(fault):
-    """The program of a fault, without it."""
     with mock.patch.dict(FAULTS, {fault: []}):
         return verify(fault)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
@@ -21,6 +22,7 @@ from cpcompile.apps.verification.ranks import Ranks
 from cpcompile.apps.verification.steps import ComparedProgram
 from cpcompile.apps.verification.verify import Verification
 from cpcompile.errors import InputError
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.verification.models import make_inputs, make_model
 
 OPTIONS = {"inner": "aot_eager"}
@@ -103,60 +105,39 @@ FORMS = {
 }
 
 
-def found_in(make, layout, dtype):
-    """What is wrong, the first difference by modules, and why there is none."""
-    program = ComparedProgram(make().to(dtype), (), make_inputs(23), 2)
-    options = OPTIONS | {"layout": layout, "strategy": "ring"}
-    found = Verification(Ranks(None, {}), program, options, lambda what: None)
-    with cp.config.patch(hardware="cpu"):
-        ran, checks = found.compared(program, options)
-        return ran.calls, [x for x in checks if not x.ok], *found.first()
+class Dropping(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("form", FORMS)
-def test_no_module_differs_where_nothing_is_wrong(pools, form, layout, dtype):
-    nothing_is_wrong(pools, FORMS[form], layout, dtype)
+@on_ranks(2)
+def test_no_module_differs_where_nothing_is_wrong(form, layout, dtype):
+    nothing_is_wrong(FORMS[form], layout, dtype)
 
 
-def test_a_model_that_does_not_run_in_float64(pools):
+@on_ranks(2)
+def test_a_model_that_does_not_run_in_float64():
     """torch has no products of grouped rows there; float32 is what it is held to."""
     unknown = "by modules, in float32, the model does not run: Routed does not run on"
-    nothing_is_wrong(pools, Routed, "zigzag", torch.bfloat16, unknown)
+    nothing_is_wrong(Routed, "zigzag", torch.bfloat16, unknown)
 
 
-def nothing_is_wrong(pools, make, layout, dtype, *unknown):
-    for found in pools[2].run(found_in, make, layout, dtype, timeout=170):
-        calls, wrong, first, notes = found
-        assert calls and not wrong and first is None, found
-        said = ["float32", "bfloat16"] if dtype is torch.bfloat16 else ["float32"]
-        said = [f"by modules, in {x}, nothing differs in the first step" for x in said]
-        said[: len(unknown)] = unknown
-        for note, start in zip(notes, said, strict=True):
-            assert note.startswith(start), notes
-
-
-def refusal(case):
-    """The text of the error."""
-    inputs = make_inputs()
-    model, options, world = make_model(), OPTIONS, None
-    if case == "another size":
-        world = 4
-    elif case == "no attention":
-        model, inputs = nn.Sequential(nn.Linear(8, 8)), {"input": torch.ones(2, 12, 8)}
-        options = OPTIONS | {"shard": {"input": 1}}
-    elif case == "DTensors":
-        inputs["tokens"] = cp.shard(inputs["tokens"], mesh_of_all(), 1)
-    with pytest.raises(InputError) as caught:
-        cp.verify(model, options=options, world=world, **inputs)
-    return str(caught.value)
-
-
-def mesh_of_all():
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+def nothing_is_wrong(make, layout, dtype, *unknown):
+    program = ComparedProgram(make().to(dtype), (), make_inputs(23), 2)
+    options = OPTIONS | {"layout": layout, "strategy": "ring"}
+    found = Verification(Ranks(None, {}), program, options, lambda what: None)
+    with cp.config.patch(hardware="cpu"):
+        ran, checks = found.compared(program, options)
+        first, notes = found.first()
+    assert ran.calls and all(x.ok for x in checks) and first is None, (checks, first)
+    said = ["float32", "bfloat16"] if dtype is torch.bfloat16 else ["float32"]
+    said = [f"by modules, in {x}, nothing differs in the first step" for x in said]
+    said[: len(unknown)] = unknown
+    for note, start in zip(notes, said, strict=True):
+        assert note.startswith(start), notes
 
 
 @pytest.mark.parametrize(
@@ -165,30 +146,29 @@ def mesh_of_all():
         ("another size", "world=4, and the process group that runs has 2 ranks"),
         ("no attention", "Sequential has no attention call in its graphs"),
         ("DTensors", "needed plain full tensors"),
+        ("dropped weights", "drops weights at random"),
     ],
 )
-def test_what_is_refused(pools, case, said):
-    for text in pools[2].run(refusal, case, timeout=100):
-        assert said in text
-
-
-def refused_dropout():
-    """The text of the error for attention that drops weights."""
-
-    class Model(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum()
-
-    x = torch.randn(1, 2, 12, 8, requires_grad=True)
-    options = OPTIONS | {"shard": {"x": 2}}
+@on_ranks(2)
+def test_what_is_refused(case, said):
+    inputs = make_inputs()
+    model, options, world = make_model(), OPTIONS, None
+    if case == "another size":
+        world = 4
+    elif case == "no attention":
+        model, inputs = nn.Sequential(nn.Linear(8, 8)), {"input": torch.ones(2, 12, 8)}
+        options = OPTIONS | {"shard": {"input": 1}}
+    elif case == "DTensors":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        inputs["tokens"] = cp.shard(inputs["tokens"], mesh, 1)
+    elif case == "dropped weights":
+        model = Dropping()
+        inputs = {"x": torch.randn(1, 2, 12, 8, requires_grad=True)}
+        options = OPTIONS | {"shard": {"x": 2}}
     with pytest.raises(InputError) as caught:
-        cp.verify(Model(), x, options=options)
-    return str(caught.value)
-
-
-def test_attention_that_drops_weights_is_refused(pools):
-    for text in pools[2].run(refused_dropout, timeout=100):
-        assert "drops weights at random" in text and "model.eval()" in text
+        cp.verify(model, options=options, world=world, **inputs)
+    text = str(caught.value)
+    assert said in text and ("model.eval()" in text or case != "dropped weights")
 
 
 def raised_on_rank_1(program, mesh):
