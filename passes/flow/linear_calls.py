@@ -97,6 +97,8 @@ def is_linear(node: fx.Node, variable: Collection[fx.Node]) -> bool:
 def _is_zero(x: Any) -> bool:
     if not isinstance(x, fx.Node):
         return bool(x == 0)
+    if x.target in (aten.view.default, aten.expand.default):
+        return _is_zero(x.args[0])
     if x.target is aten.scalar_tensor.default:
         return bool(x.args[0] == 0)
     if x.target is aten.full.default:

@@ -14,11 +14,11 @@ import platform
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.run import main as torchrun
 
 from cpcompile.apps.calibration.fit_profile import Samples, TimedExchange, fit_profile
 from cpcompile.apps.calibration.measure import Effort, measure, ranks_per_node
@@ -33,6 +33,7 @@ from cpcompile.cost.hardware.profile import (
 from cpcompile.cost.hardware.selection import calibrated_path, shipped_profile
 
 FULL = Effort(24.0, 6.0, 2.0, 18.0, 6.0, 8.0, long=True)
+_ON_CPU = "CPCOMPILE_CALIBRATES_CPU"  # set for processes of --ranks
 QUICK = Effort(4.0, 1.0, 0.5, 3.0, 1.0, 1.0, long=False)
 
 
@@ -147,38 +148,31 @@ def main(arguments: Sequence[str]) -> int:
         )
     if options.ranks < 2:
         parser.error(f"--ranks is {options.ranks}; needed 2 or more")
-    # This process holds the store, so its port is free for sure.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    serve = (options.ranks, store.port, options.quick, options.output)
-    torch.multiprocessing.spawn(_serve, serve, options.ranks, daemon=True)
+    own = ["--quick"] * options.quick
+    own += [] if options.output is None else ["--output", str(options.output)]
+    how = ["--standalone", f"--nproc-per-node={options.ranks}", "-m", "cpcompile"]
+    os.environ |= {_ON_CPU: "1", "OMP_NUM_THREADS": "1"}
+    torchrun([*how, "calibrate", *own])
     return 0
 
 
 def _on_launched_rank(quick: bool, output: Path | None) -> None:
     """Calibrate in a process that torchrun has started."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or _ON_CPU in os.environ:
         device = torch.device("cpu")
     else:
         device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device.type)
-    _measure_and_write(device, quick, output, backend=backend)
-
-
-def _serve(rank: int, ranks: int, port: int, quick: bool, output: Path | None) -> None:
-    """Calibrate in one process of --ranks, with one thread as torchrun's have."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
-    group = {"backend": "gloo", "store": store, "rank": rank, "world_size": ranks}
-    _measure_and_write(torch.device("cpu"), quick, output, **group)
+    _measure_and_write(device, quick, output, backend)
 
 
 def _measure_and_write(
-    device: torch.device, quick: bool, output: Path | None, **group: Any
+    device: torch.device, quick: bool, output: Path | None, backend: str
 ) -> None:
-    """Calibrate in a group of all ranks, which is made by these arguments."""
-    dist.init_process_group(**group)
+    """Calibrate in a group of all ranks."""
+    dist.init_process_group(backend)
     try:
         assert dist.group.WORLD is not None, "the process group is initialised"
         profile = calibrate(dist.group.WORLD, device, QUICK if quick else FULL)

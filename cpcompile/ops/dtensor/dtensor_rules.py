@@ -30,14 +30,11 @@ from cpcompile.ops.dtensor.mask_placements import (
     gradient_placements,
     mask_placements,
 )
-from cpcompile.ops.dtensor.mixer_rule import mixer_strategy
+from cpcompile.ops.dtensor.mixer_rule import mixer_strategy, op_spec
 from cpcompile.torch_private.distributed import (
-    DTensorSpec,
     OpSchema,
-    OpSpec,
     OpStrategy,
     RuntimeSchemaInfo,
-    generate_redistribute_costs,
 )
 
 OTHER_AXES = (Replicate(), Shard(0), Shard(1))
@@ -111,7 +108,7 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
             bias = extras.get("bias") if args["bias_grad"] else None
             outputs.append(_of_bias_gradient(placements, bias))
         strategies.append(
-            _spec([*attended, *extras.values(), *of_lse], wanted, outputs)
+            op_spec([*attended, *extras.values(), *of_lse], wanted, outputs)
         )
     return OpStrategy(strategies)
 
@@ -155,29 +152,8 @@ def relayout_strategy(op_schema: OpSchema) -> OpStrategy:
         for placement in operand.strategies[0].output_spec.placements
     ]
     placements[axis] = tokens
-    return OpStrategy([_spec([operand], [tuple(placements)], [tuple(placements)])])
-
-
-def _spec(
-    operands: Sequence[OpStrategy],
-    wanted: Sequence[tuple[Placement, ...]],
-    outputs: Sequence[tuple[Placement, ...]],
-) -> OpSpec:
-    """Make a spec with the placements wanted of operands, and those of results."""
-    mesh = operands[0].mesh
-    inputs = [
-        DTensorSpec(mesh, own, tensor_meta=x.strategies[0].output_spec.tensor_meta)
-        for x, own in zip(operands, wanted, strict=True)
-    ]
-    results = tuple(DTensorSpec(mesh, own) for own in outputs)
-    return OpSpec(
-        output_specs=results if len(results) > 1 else results[0],
-        input_specs=inputs,
-        redistribute_cost=[
-            generate_redistribute_costs(x, spec)
-            for x, spec in zip(operands, inputs, strict=True)
-        ],
-    )
+    own = [tuple(placements)]
+    return OpStrategy([op_spec([operand], own, own, is_list=False)])
 
 
 def as_dtensors(

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from cpcompile.ops.mixers.mixer_call import MixerCall
@@ -56,7 +55,7 @@ def mixer_strategy(op_schema: OpSchema) -> OpStrategy:
         else:
             outputs = [_placements(choice, x, None, False) for x in results]
         wanted = [_placements(choice, x, y.shape, False) for x, y in operands]
-        strategies.append(_spec(mesh, [x for _, x in operands], wanted, outputs))
+        strategies.append(op_spec([x for _, x in operands], wanted, outputs))
     return OpStrategy(strategies)
 
 
@@ -105,18 +104,21 @@ def _placements(
     return tuple(placements)
 
 
-def _spec(
-    mesh: DeviceMesh,
+def op_spec(
     operands: Sequence[OpStrategy],
     wanted: Sequence[tuple[Placement, ...]],
     outputs: Sequence[tuple[Placement, ...]],
+    is_list: bool = True,
 ) -> OpSpec:
+    """Make a spec with the placements wanted of operands, and those of results."""
+    mesh = operands[0].mesh
     inputs = [
         DTensorSpec(mesh, own, tensor_meta=x.strategies[0].output_spec.tensor_meta)
         for x, own in zip(operands, wanted, strict=True)
     ]
+    results = tuple(DTensorSpec(mesh, own) for own in outputs)
     return OpSpec(
-        output_specs=tuple(DTensorSpec(mesh, own) for own in outputs),
+        output_specs=results if is_list else results[0],
         input_specs=inputs,
         redistribute_cost=[
             generate_redistribute_costs(x, spec)

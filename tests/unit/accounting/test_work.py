@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from cpcompile.accounting.graph_account import (
     Kind,
     Purpose,
 )
+from cpcompile.reporting import lost_parallelism
 from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import fake_mesh
@@ -115,12 +117,12 @@ def test_work_in_tiles_is_shared_out() -> None:
 
 
 def test_repeated_work_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Gathered logits have every rank run the backward of the head on all tokens."""
+    """Gathered gradients of logits have every rank run a product on all tokens."""
     model, tokens = Model(sliced), torch.randint(64, (BATCH, 32))
     wanted = of_one_device(model, tokens)
     forward, backward = accounts(model, tokens, strategy="ring", layout="contiguous")
     assert forward.work.ratio == pytest.approx(1.0)
-    head = 2 * 2 * BATCH * 32 * WIDTH * 64  # of both its gradients
+    head = 2 * BATCH * 32 * WIDTH * 64  # of one of its gradients
     whole = wanted[GraphDirection.BACKWARD]
     assert backward.work.whole_flops == pytest.approx(whole)
     assert backward.work.ratio == pytest.approx((whole + (RANKS - 1) * head) / whole)
@@ -143,10 +145,13 @@ def test_one_warning_names_each_line_that_repeats_work(
         assert not warnings(caplog)
         return
     (text,) = warnings(caplog)
-    assert text.startswith("forward: the 4 ranks together do ")
+    assert text.startswith("forward: the 4 ranks together do 1.00 times")
     assert text.count(f"{one_attention.__file__}:") == 2, text
-    assert text.count("work is done again") == 1 and text.count("gathers ") == 2
-    assert "labels of -100" in text
+    assert text.count("(gathers ") == 2 and "labels of -100" in text
+    caplog.clear()
+    with mock.patch.multiple(lost_parallelism, LEAST_BYTES=0, LEAST_PART=0.0):
+        accounts(Model(loss), tokens[:, :32], strategy="ring", layout="contiguous")
+    assert sum(x.count("work is done again") for x in warnings(caplog)) == 1
 
 
 def test_explanation_has_the_ratio() -> None:
