@@ -26,6 +26,7 @@ from cpcompile.ops import by_rows, window_convolution
 from cpcompile.ops.dtensor.dtensor_rules import ranks_of
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
+from cpcompile.torch_private.fake_tensors import detect_fake_mode
 
 from ..flow.misread_rules import MisreadRules, must_not_wait
 from ..flow.trial import untrue
@@ -148,7 +149,13 @@ class LocalCalls:
         operands = tuple(x for x in leaves if isinstance(x, Tensor))
         given = [_unshared(_local(x)) for x in operands]
         trace = make_fx(run, decomposition_table=self.table)
-        module = trace(*self.symbols.values(), *given)
+        try:
+            module = trace(*self.symbols.values(), *given)
+        except Exception:  # sizes that only data tells are of no call then
+            mode = detect_fake_mode(given)
+            if mode is not None and mode.shape_env is not None:
+                mode.shape_env.pending_fresh_unbacked_symbols.clear()
+            raise
         for node in module.graph.find_nodes(op="call_function", target=_DETACH):
             node.replace_all_uses_with(node.args[0])  # so that equal calls are one
             module.graph.erase_node(node)

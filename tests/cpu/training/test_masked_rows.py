@@ -171,7 +171,9 @@ def test_rows_are_written_by_each_rank(setting):
         found.check()
         adds = form in (added, deep_stack)
         gathers = reads and not adds
-        assert door == "dtensor" or bool(found.warnings) == gathers, form.__name__
+        # A sequence that is not sharded has no layout.
+        texts = [x for x in found.warnings if "is not met" not in x]
+        assert door == "dtensor" or bool(texts) == gathers, form.__name__
 
 
 class MaskOfValues(nn.Module):
