@@ -29,13 +29,13 @@ from cpcompile.torch_private.fake_tensors import detect_fake_mode
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import value_of
 from ...graph.sequence_tokens import TokenAxis
-from .tile_program import copied, for_tokens
+from .tile_program import copied, for_tokens, sizes_of
 from .tile_regions import TileMaps, bytes_of, is_view
 from .tile_tokens import Tiling
 
 aten = torch.ops.aten
 
-LEAST_BYTES = 2**20  # of a value that is worth it
+LEAST_BYTES = 2**10  # of a value that is worth it
 _CUTS = (aten.index_select.default, aten.slice.Tensor)
 
 
@@ -139,7 +139,7 @@ def _cone(cut: _Cut) -> dict[fx.Node, TokenAxis]:
         if node.op != "call_function" or node in cone:
             continue
         operands = maps.before(node, axis, cut.tokens)
-        if operands is None or any(x != TokenAxis(x.dim) for x in operands.values()):
+        if operands is None:
             continue
         cone[node] = axis
         waiting += operands.items()
@@ -171,6 +171,19 @@ def _differ(
     return [x for x in one.keys() & other.keys() if one[x] != other[x]]
 
 
+def _cut_of(x: fx.Node, axis: TokenAxis, cut: _Cut) -> fx.Node:
+    """Write the same cut of a value whose tokens may be a part of a dimension."""
+    graph, (target, *tokens), dim = cut.node.graph, cut.which, axis.dim
+    if axis == TokenAxis(dim):
+        return copied(graph, target, (x, dim, *tokens), {})
+    value, reshape = value_of(x), aten.reshape.default
+    apart = [axis.outer, cut.tokens, axis.inner]
+    sizes = [*value.shape[:dim], *apart, *value.shape[dim + 1 :]]
+    whole = copied(graph, reshape, (x, sizes), {})
+    piece = copied(graph, target, (whole, dim + 1, *tokens), {})
+    return copied(graph, reshape, (piece, sizes_of(value, axis, cut.count)), {})
+
+
 def _move(
     cut: _Cut,
     moved_axes: dict[fx.Node, TokenAxis],
@@ -187,11 +200,10 @@ def _move(
             assert axes is not None, f"{node} is token-wise"
             operands = {x: x for x in node.all_input_nodes}
             for x, axis in axes.items():
-                if (x, cut.which) not in copies:
-                    target, *tokens = cut.which
-                    args = (x, axis.dim, *tokens)
-                    copies[x, cut.which] = copied(graph, target, args, {})
-                operands[x] = copies[x, cut.which]
+                key = (x, cut.which) if x in moved_axes else (x, axis, cut.which)
+                if key not in copies:
+                    copies[key] = _cut_of(x, axis, cut)
+                operands[x] = copies[key]
             copies[node, cut.which] = for_tokens(
                 graph, node, operands, moved_axes[node], cut.count
             )

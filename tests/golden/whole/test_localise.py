@@ -61,14 +61,14 @@ def test_a_shift_sends_the_tokens_at_borders(mesh):
     assert_golden(
         lines_with(text, "moved_tokens"),
         """\
-moved_tokens = cp.moved_tokens([view_8], dim=1, lengths=[12],
+moved_tokens = cp.moved_tokens([view_7], dim=1, lengths=[12],
     layouts='contiguous contiguous', pieces=[0, 1, 11, 0, 1, 1], length=11, fill=0,
     group='0')
-view_9 = aten.view(moved_tokens, size=[2, 3, 8])
-moved_tokens_1 = cp.moved_tokens([view_10], dim=1, lengths=[11],
+view_8 = aten.view(moved_tokens, size=[2, 3, 8])
+moved_tokens_1 = cp.moved_tokens([mul_3], dim=1, lengths=[11],
     layouts='contiguous contiguous', pieces=[-1, 0, 12, 0, 1, 1, 0, 0, 11, 1, 1, 1],
     length=12, fill=0, group='0')
-view_11 = aten.view(moved_tokens_1, size=[2, 3, 8])""",
+view_9 = aten.view(moved_tokens_1, size=[2, 3, 8])""",
     )
     assert "all_gather" not in text
 
