@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.torch_private import pytree
 
+from ..graph.sequence_tokens import TokenDim
 from .edges import Edges, placed_as
 from .local_calls import LocalCall, LocalCalls, copied
 from .other_axes import Chunks
@@ -59,6 +60,7 @@ class LocalValues:
         self.chunks: dict[fx.Node, Chunks] = {}  # Note [Token chunks]
         self.own_moves: set[fx.Node] = set()
         self._relaid: dict[fx.Node, Pair] = {}
+        self._ordered: dict[Any, Pair] = {}
 
     def write(
         self,
@@ -76,10 +78,16 @@ class LocalValues:
         like = placed_as(whole, placements)
         tokens = self.order.tokens_of(like) if laid_out else None
         if tokens is not None:
-            length, dim = tokens
-            args = whole, dim, self.order.of_length(length)
-            whole, local = self.write(in_order, args, (local,))
+            whole, local = self.in_layout(whole, local, tokens[1], tokens[0])
         return self.write(placed_as, (whole, placements), (local,))
+
+    def in_layout(self, value: Any, local: Any, dim: TokenDim, length: int) -> Pair:
+        """Lay out what every rank has in whole, once for all that read it."""
+        key = local, isinstance(value, DTensor), dim, length
+        if key not in self._ordered:
+            args = value, dim, self.order.of_length(length)
+            self._ordered[key] = self.write(in_order, args, (local,))
+        return self._ordered[key]
 
     def tokens_of_chunk(self, value: DTensor, chunks: Chunks) -> TokenLayout | None:
         """Return the layout of the tokens that laid out chunks are of."""

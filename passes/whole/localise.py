@@ -66,7 +66,7 @@ from .note_masks import note_masks, unread_masks
 from .order_tokens import order_tokens, relayouts
 from .other_axes import MOVE, Chunks, TokenWise, chunks_after, moved
 from .sequence_moves import MOVES, SPLITS
-from .token_order import TokenOrder, in_order
+from .token_order import TokenOrder
 
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
 _OURS = ("cp", WHOLE)  # operators that read what they need of a value that is whole
@@ -479,8 +479,7 @@ class Localise(EdgeValues):
             for number, dim in cut.items():
                 value, local = pairs[places[number]]
                 length = value.shape[dim.dim] // dim.outer
-                how = value, dim, self.order.of_length(length)
-                pairs[places[number]] = self.write(in_order, how, (local,))
+                pairs[places[number]] = self.in_layout(value, local, dim, length)
             found = call()
         operands = []
         for pair in pairs:  # some stand for several values

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from cpcompile.geometry.lengths import is_same
 from cpcompile.torch_private.fake_tensors import detect_fake_mode
 
 from ...graph.graph_pass import graph_pass
@@ -35,7 +36,7 @@ from .tile_tokens import Tiling
 
 aten = torch.ops.aten
 
-LEAST_BYTES = 2**10  # of a value that is worth it
+LEAST_BYTES = 2**20  # of a value that is worth it, but for a number for each token
 _CUTS = (aten.index_select.default, aten.slice.Tensor)
 
 
@@ -103,7 +104,8 @@ def _sink(graph: fx.Graph, least: int) -> int:
 def _cut(node: fx.Node, least: int) -> _Cut | None:
     """Return the cut that a call is; None if it is no cut of a large value.
 
-    The value is one that the graph makes, of `least` bytes or more.
+    The value is one that the graph makes, of `least` bytes or more, or a number for
+    each token, such as the gradient of a loss.
     """
     args: tuple[Any, ...] = node.args
     reader, which = node, (node.target, *args[2:])
@@ -122,10 +124,13 @@ def _cut(node: fx.Node, least: int) -> _Cut | None:
     value, dim = args[:2]
     if not isinstance(value, fx.Node) or not isinstance(dim, int):
         return None
-    if value.op != "call_function" or bytes_of(value) < least or not bytes_of(node):
-        return None
     shape = value_of(value).shape
     dim %= len(shape)
+    is_number = all(is_same(n, 1) for n in shape[dim + 1 :])  # of each token
+    if value.op != "call_function" or not bytes_of(node):
+        return None
+    if bytes_of(value) < least and not is_number:
+        return None
     count = value_of(node).shape[dim]
     return _Cut(reader, node, value, dim, shape[dim], count, which)
 

@@ -113,7 +113,7 @@ def test_assignments(mesh):
         local(mesh, by_assignment, 1).lines("index_put(", "moved_tokens("),
         """\
 index_put_1 = aten.index_put(arg1_1, [None, None, where_2], where_3)
-moved_tokens = cp.moved_tokens([view_6, view_8], dim=2, lengths=[6, 1],
+moved_tokens = cp.moved_tokens([view_5, view_6], dim=2, lengths=[6, 1],
     layouts='contiguous whole contiguous', pieces=[0, 0, 6, 0, 1, 1, 1, 0, 1, 4, 1, 1],
     length=6, fill=0, group='0')""",
     )
