@@ -74,6 +74,7 @@ def test_every_pass_is_counted(mesh):
         "insert_attention": 2,
         "keep_products": 27,
         "relayouts_cancelled": 8,
+        "sink_slices": 2,
     }
     assert {run.name: run.rewrites for run in graph.passes}.items() <= counts.items()
 
