@@ -26,43 +26,40 @@ from cpcompile.progress import compiling
 from cpcompile.ranks import heartbeat
 from cpcompile.settings import setting
 from cpcompile.torch_patches import (
-    causal_detection,
     dead_collectives,
     fixed_rules,
     graph_breaks,
-    intermediate_leaves,
     kept_mixers,
     local_memory,
     missing_gradients,
-    nan_extremes,
-    redistribute_plans,
     saved_values,
+    sent_values,
     shard_placements,
     skipped_frames,
     symbolic_tracing,
     symbols_in_dynamo,
     traced_handlers,
     tracing,
-    unsent_dtypes,
+    unbroken_graphs,
     whole_ddp_graphs,
 )
 from cpcompile.torch_private.dynamo import compiled_autograd
 
-causal_detection.install()
+unbroken_graphs.keep_encoders()
 traced_handlers.install()
 dead_collectives.install()
 fixed_rules.install()
 missing_gradients.install()
-nan_extremes.install()
+sent_values.keep_nan()
 saved_values.install()
 skipped_frames.install()
 graph_breaks.install()
-intermediate_leaves.install()
+unbroken_graphs.keep_leaves()
 kept_mixers.install(is_known, keep)
 shard_placements.install()
 symbolic_tracing.install()
 symbols_in_dynamo.install()
-unsent_dtypes.install()
+sent_values.install()
 whole_ddp_graphs.install()
 tracing.install()  # before Dynamo traces, which is before any backend is called
 
@@ -95,7 +92,7 @@ def cp(
         gc_paused(),
         tracing.backend_runs(),
         local_memory.copied_if_need_be(),
-        redistribute_plans.plans_are_kept(),
+        shard_placements.plans_are_kept(),
         compiled_autograd._disable(),  # it would compile what passes try
     ):
         frame = Frame.current()

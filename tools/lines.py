@@ -33,8 +33,7 @@ CONCERNS = {
         cpcompile/ops/window_convolution.py
         cpcompile/ops/dtensor/whole_composite.py cpcompile/ops/shared_mixers.py
         cpcompile/ops/by_rows.py
-        cpcompile/ops/listed_gradients.py cpcompile/geometry/divided_lengths.py
-        cpcompile/torch_patches/parts_of_ranks.py""",
+        cpcompile/ops/listed_gradients.py cpcompile/geometry/divided_lengths.py""",
     "attention: calls, spec, strategies, geometry": """
         cpcompile/geometry cpcompile/ops/__init__.py cpcompile/ops/attention_spec.py
         cpcompile/ops/plain_attention.py cpcompile/ops/row_numbers.py
@@ -48,7 +47,7 @@ CONCERNS = {
         passes/model/patterns/decompose_flex_attention.py
         passes/model/patterns/score_programs.py""",
     "masks": """
-        passes/model/masks cpcompile/geometry/mask cpcompile/ops/step/mask_summary.py
+        passes/model/masks cpcompile/geometry/mask
         cpcompile/ops/step/row_mask.py cpcompile/ops/step/rows_under_mask.py
         cpcompile/ops/step/position_bias.py cpcompile/ops/dtensor/mask_placements.py
         cpcompile/ops/strategies/ring_masks.py""",
@@ -66,7 +65,7 @@ CONCERNS = {
     "moved tokens, windows, halos, convolutions": """
         cpcompile/ops/comm/moved_tokens.py cpcompile/ops/comm/token_runs.py
         cpcompile/ops/dtensor/padded_convolution.py passes/placement/token_
-        passes/model/sharding/rows_before.py cpcompile/frontend/image_rows.py
+        cpcompile/frontend/image_rows.py
         passes/model/normalize/pad_convolutions.py""",
     "one form: spelling, mutation, transforms": """
         passes/model/mutation passes/model/normalize passes/graph/calls.py
@@ -77,8 +76,7 @@ CONCERNS = {
         cpcompile/frontend/changing_floats.py cpcompile/geometry/lengths.py""",
     "experts": "passes/model/moe passes/graph/dispatch_calls.py",
     "latents": """
-        passes/model/latents passes/model/attention/latent_keys.py
-        cpcompile/cost/latent""",
+        passes/model/latents cpcompile/cost/latent""",
     "layouts": """
         passes/model/layouts cpcompile/geometry/layout.py
         cpcompile/ranks/layout_marks.py cpcompile/cost/relayout_cost.py""",
@@ -89,7 +87,7 @@ CONCERNS = {
         cpcompile/ops/dtensor/shares.py""",
     "folding": """
         passes/local/folding cpcompile/compile/compile_folded.py
-        cpcompile/torch_patches/donated_buffers.py passes/local/send_in_buckets.py""",
+        passes/local/send_in_buckets.py""",
     "compile": "cpcompile/compile cpcompile/backend.py",
     "frontend": "cpcompile/frontend cpcompile/options.py",
     "ranks": "cpcompile/ranks cpcompile/frontend/rank_consistency",
@@ -104,10 +102,9 @@ CONCERNS = {
         cpcompile/apps/cli/fit_command.py""",
     "calibration": "cpcompile/apps/calibration",
     "account, explain, warnings": "cpcompile/reporting cpcompile/accounting",
-    "check": "cpcompile/apps/checking cpcompile/apps/cli/cli_check.py",
+    "check": "cpcompile/apps/checking",
     "verify": """
-        cpcompile/apps/verification cpcompile/apps/cli/cli_verify.py
-        cpcompile/apps/cli/verify_arguments.py""",
+        cpcompile/apps/verification cpcompile/apps/cli/cli_model.py""",
     "pictures": "cpcompile/reporting/drawing",
     "trace": "cpcompile/reporting/step_trace",
     "command line": "cpcompile/apps cpcompile/__main__.py",

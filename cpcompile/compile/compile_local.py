@@ -19,13 +19,12 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from cpcompile import config
 from cpcompile.accounting.graph_account import Kind
 from cpcompile.accounting.read import Accounting
-from cpcompile.compile import collective_order
 from cpcompile.compile.autotune_kernel import fastest_kernel
 from cpcompile.compile.capture import decompositions
 from cpcompile.compile.compile_folded import compile_folded
-from cpcompile.compile.overlap import check_overlap
+from cpcompile.compile.overlap import check_overlap, keep_order
 from cpcompile.compile.ring_probe import ring_problem
-from cpcompile.compile.sources import sources_digest
+from cpcompile.compile.torch_cache import sources_digest
 from cpcompile.geometry.lengths import expected, is_symbol
 from cpcompile.kernels.choice import StepKernel, step_kernel, why_no_flash
 from cpcompile.logs import warn_once
@@ -54,7 +53,6 @@ from cpcompile.passes.whole.localise import WholeProgram
 from cpcompile.progress import phase
 from cpcompile.settings import setting
 from cpcompile.torch_patches import (
-    donated_buffers,
     inductor_compat,
     inductor_lowerings,
 )
@@ -112,7 +110,7 @@ def compile_local(
             "are not unrolled: correct, but messages and computation may overlap less"
         )
     else:
-        collective_order.install()
+        keep_order()
         lowering.register()
         earlier = inductor_config.post_grad_custom_pre_pass
         patches["post_grad_custom_pre_pass"] = _ExpandRing(unroll, places, earlier)
@@ -120,7 +118,7 @@ def compile_local(
         if joins:
             earlier = inductor_config.post_grad_custom_post_pass
             patches["post_grad_custom_post_pass"] = _Buckets(gathers, earlier)
-    donated_buffers.install()
+    inductor_lowerings.keep_operands()
     inductor_lowerings.install()
     if gathers:
         folding = None  # parameters are gathered ahead, over the borders of blocks

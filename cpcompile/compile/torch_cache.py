@@ -6,7 +6,10 @@ devices. An entry has a note of ours.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
+import pathlib
 import shutil
 import sys
 import types
@@ -238,3 +241,23 @@ def _key_of(key: ProgramKey) -> Iterator[None]:
         inductor_config.patch(unsafe_marked_cacheable_functions=functions),
     ):
         yield
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Return a digest that changes with each of our sources, for the keys of caches.
+
+    Inductor's cache sees neither our templates nor our order of a graph. A rank with an
+    old entry would wait for the others forever.
+    """
+    digest = hashlib.sha256()
+    for path in sources(pathlib.Path(__file__).parents[1]):
+        digest.update(path.read_bytes())
+    return f"cpcompile {digest.hexdigest()[:16]}"
+
+
+def sources(package: pathlib.Path) -> list[pathlib.Path]:
+    """List our sources, with those of the passes: in a checkout these are a link."""
+    folders = (package, package / "passes")
+    paths = {p for f in folders for end in ("*.py", "*.jinja") for p in f.rglob(end)}
+    return sorted(paths)

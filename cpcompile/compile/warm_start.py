@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
@@ -15,15 +16,14 @@ from cpcompile.accounting.read import Accounting
 from cpcompile.compile import torch_cache
 from cpcompile.compile.compile_local import has_symbols
 from cpcompile.compile.inner_compilers import compile_inner
-from cpcompile.compile.sources import sources_digest
 from cpcompile.compile.stored_programs import (
     AllGatherText,
     CompilationFindings,
     load_or_compile,
 )
-from cpcompile.compile.torch_cache import NoKey, ProgramKey
+from cpcompile.compile.torch_cache import NoKey, ProgramKey, sources_digest
 from cpcompile.frontend.rank_consistency.environment import surroundings
-from cpcompile.frontend.rank_consistency.exchange_order import exchange_texts
+from cpcompile.ops.comm.communicating import communicates
 from cpcompile.options import Options
 from cpcompile.passes.graph.nodes import module_path
 from cpcompile.passes.joint.saving.save_by_budget import SavingBudget
@@ -31,6 +31,7 @@ from cpcompile.passes.joint.tiling.tile_tokens import Tiling
 from cpcompile.passes.local.folding.folding_options import Folding
 from cpcompile.passes.whole.edges import Edges
 from cpcompile.torch_patches import dead_collectives
+from cpcompile.torch_patches.dead_collectives import Partition
 
 log = logging.getLogger(__name__)
 
@@ -187,3 +188,33 @@ def _places(gm: fx.GraphModule) -> Iterator[str]:
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
                 yield f"{module_path(node)} {node.meta.get('custom')}"
+
+
+def exchange_texts(partitions: Sequence[Partition]) -> dict[str, str]:
+    """Return one item per graph; group names, which differ on a mesh, are left out."""
+    return {
+        f"exchanges of the {direction}" + (f" {number}" if number else ""): _text(graph)
+        for number, partition in enumerate(partitions)
+        for direction, graph in zip(("forward", "backward"), partition, strict=True)
+    }
+
+
+def _text(module: fx.GraphModule) -> str:
+    words = [_word(node) for node in module.graph.nodes if _communicates(node)]
+    runs = [(word, len(list(same))) for word, same in groupby(words)]
+    return ", ".join(word if n == 1 else f"{n} {word}" for word, n in runs) or "none"
+
+
+def _communicates(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if communicates(node.target):
+        return True
+    is_collective = getattr(node.target, "namespace", None) == "_c10d_functional"
+    return is_collective and "wait_tensor" not in str(node.target)
+
+
+def _word(node: fx.Node) -> str:
+    name = str(node.target).split(".")[1]
+    reduction = node.args[1] if name.startswith("all_reduce") else None
+    return name if reduction is None else f"{name} ({reduction})"

@@ -1,8 +1,9 @@
-"""Read what one Dynamo graph asks for; the ranks compare it before they compile it."""
+"""Read what one Dynamo graph asks for, and describe it, for the ranks to compare."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType
@@ -12,26 +13,31 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.errors import InputError
-from cpcompile.frontend.arguments import Frame, named_inputs
+from cpcompile.frontend.arguments import Frame, argument_path, named_inputs
 from cpcompile.frontend.changing_floats import read_floats
 from cpcompile.frontend.inference import infer_inputs
 from cpcompile.frontend.machine import agreed_profile
 from cpcompile.frontend.meshes import find_mesh, read_stand_ins
-from cpcompile.frontend.rank_consistency.description import describe
+from cpcompile.frontend.rank_consistency.environment import how_watched, surroundings
 from cpcompile.frontend.symbolic_sizes import rows_of, specialize_sizes, symbolic_length
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import leaves_ranks_empty
+from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_unmet
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.graph.context import Context
-from cpcompile.passes.graph.nodes import has_tensors, make_objects
+from cpcompile.passes.graph.nodes import has_tensors, make_objects, whole_value
+from cpcompile.passes.graph.readable import readable
 from cpcompile.passes.placement.gathered_parameters import read_local_parts
 from cpcompile.ranks.agreement import check_agreement, report_failure
+from cpcompile.ranks.digests import value_text
 from cpcompile.ranks.shardings import check_process_group, factors
 from cpcompile.torch_patches import tracing
 from cpcompile.torch_private.dynamo import RestartAnalysis
@@ -156,3 +162,51 @@ def inner_for(ctx: Context, options: Options) -> Options:
         f"a sequence of {min(empty)} tokens", "options['inner'] = 'inductor'", why
     )
     return dataclasses.replace(options, inner="aot_eager")
+
+
+def describe(
+    graph: fx.Graph,
+    options: Options,
+    named: dict[fx.Node, tuple[str, int]],
+    frame: Frame,
+    device_type: str,
+) -> dict[str, str]:
+    """Return what the ranks must agree on, item by item.
+
+    The values of named integers are included: ranks that load different tokens, as for
+    data parallelism, would otherwise train on a mixture without a sign. Where the user
+    names nothing, the values of all integer arguments are included: what is not sharded
+    has to be the same on every rank, too.
+    """
+    inductor = options.inner == "inductor"
+    description = {"options": options.fingerprint()}
+    description |= surroundings(device_type, frame.values, inductor) | how_watched()
+    compared = {node: name for node, (name, _) in named.items()}
+    for node in graph.find_nodes(op="placeholder"):
+        value = whole_value(node)
+        if isinstance(value, Tensor):
+            shape = [expected(n) for n in value.shape]
+            text = f"{value.dtype} {shape}"
+            if value.device.type != device_type:
+                text += f" on {value.device.type}"
+            if isinstance(value, DTensor):
+                text += f", {value.placements}"
+            if value.requires_grad:
+                text += ", requires_grad"
+            description[f"input {node.name}"] = text
+        path = argument_path(node, frame)
+        if path is not None and not options.shard and not isinstance(value, DTensor):
+            compared.setdefault(node, ".".join(path))
+    for node, name in compared.items():
+        digest = _digest(getattr(node.meta.get("grapharg"), "example", None))
+        if digest is not None:
+            description[f"values of {name}"] = digest
+    text = hashlib.sha256(readable(graph).encode()).hexdigest()
+    return description | {"graph": text[:12]}
+
+
+def _digest(x: object) -> str | None:
+    """Return a digest of an integer tensor's values; None for anything else."""
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
+        return None
+    return value_text(x)

@@ -40,13 +40,11 @@ from cpcompile.ops.strategies.ring_attention import (
 from cpcompile.ops.strategies.split_kv_attention import split_kv_attention
 from cpcompile.ops.strategies.ulysses_attention import ulysses_attention
 from cpcompile.ops.tile_sums import add_product_, after
-from cpcompile.torch_patches import dtensor_cat
 
 flop_formulas.register()
 mixer_work.register()
 dtensor_rules.register()
 dtensor_sdpa.register()
-dtensor_cat.register()
 
 __all__ = [
     "add_product_",

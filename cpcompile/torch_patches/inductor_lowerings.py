@@ -1,4 +1,4 @@
-"""Fix two of Inductor's lowerings (torch 2.13 to 2.15).
+"""Fix what Inductor does to calls of a graph (torch 2.13 to 2.15).
 
 - It takes the number of ranks of an all-gather for an operand, with which booleans are
   promoted to int64: eight times the bytes, and later calls on the result, which expect
@@ -6,6 +6,16 @@
 - It asks the backward of a convolution for the order of strides by their values, which
   fixes every size that is a symbol. Such a backward is the call of aten, as it is
   without an autotuner's templates.
+- It writes into operands of functions in the backward. Inputs that may be overwritten,
+  because the forward saved them and nobody reads them again, it knows by their numbers,
+  and takes the same numbers for operands of a function that the backward calls:
+
+    backward(primals, x, total, ...)     # numbers 1 and 3 may be overwritten
+    def block(x, w, bias, total):        # called for every layer
+        return total + x @ w + bias      # written into total, which is its number 3
+
+  The caller hands the memory of an operand to somebody else, while the result still
+  lies in it.
 """
 
 from __future__ import annotations
@@ -49,3 +59,17 @@ def _of_any_size(guarding: Any, aten: Any) -> Any:
         return (guarding if numbers else aten)(grad, x, *rest, **named)
 
     return convolution_backward
+
+
+@functools.cache
+def keep_operands() -> None:
+    """Put the fix in; called before Inductor compiles a graph."""
+    lowering: Any = importlib.import_module("torch._inductor.graph").SubgraphLowering
+    before = lowering.__init__
+
+    @functools.wraps(before)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        self.bw_donated_idxs = None
+
+    lowering.__init__ = __init__

@@ -8,6 +8,10 @@ Where torch 2.13 loses it, by private interfaces:
 - make_fx remembers for every symbol the value that had it last, and starts from it when
   it builds an expression. A value that was derived from the symbol, such as 2 * S // 2,
   then ends up defined by itself. The first value, which is an input, is the right one.
+- Chunks of 3 c - m tokens are (3 c - m + 2) // 3, which torch knows as
+  c + (2 - m) // 3, and not as c, which it is for 0 < m < 3.
+- DTensor compares the bytes of ways to move a value, and each comparison becomes a
+  guard on the length.
 
 And what makes it slow: DTensor works out the placements of every call anew. Layers
 repeat, so they are remembered for the time of a compilation, for each trace: the sizes
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -29,20 +34,22 @@ import torch.fx.experimental.proxy_tensor as proxy_tensor
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, _collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.utils._sympy.functions import FloorDiv
 
 from cpcompile.geometry.lengths import (
     LengthNotSymbolic,
+    expected,
     guards_on,
     hashable,
     is_fixed,
     is_symbol,
 )
 from cpcompile.ranks import agreement
-from cpcompile.torch_patches import parts_of_ranks
 from cpcompile.torch_patches.tracing import dynamo_traces, forget_decisions
 
 log = logging.getLogger(__name__)
@@ -179,7 +186,7 @@ def _length_stays_symbolic() -> Iterator[None]:
         return decided[key]
 
     with (
-        parts_of_ranks.stay_exact(),
+        _parts_stay_exact(),
         mock.patch.object(propagator, "propagate_op_sharding_non_cached", remember),
         mock.patch.object(proxy_tensor, "_init_proxy_trackers", first_value_counts),
     ):
@@ -208,3 +215,39 @@ def _key(x: Any) -> Any:
 class _FirstWins(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         self.setdefault(key, value)
+
+
+@contextmanager
+def _parts_stay_exact() -> Iterator[None]:
+    """Compute such parts as the module says."""
+    divided = _divided(SymNode.int_floordiv)
+    with (
+        mock.patch.object(SymNode, "int_floordiv", divided),
+        mock.patch.object(_collective_utils, "spec_to_bytes", _bytes_here),
+    ):
+        yield
+
+
+def _bytes_here(spec: DTensorSpec) -> int:
+    """Return the bytes in this call: which way is cheaper makes no guard."""
+    meta = spec.tensor_meta
+    assert meta is not None, "what is moved has a shape"
+    return math.prod(map(expected, meta.shape)) * meta.dtype.itemsize
+
+
+def _divided(divide: Callable[..., Any]) -> Callable[..., Any]:
+    """Give parts of a quotient that have one value only that value."""
+
+    def divided(one: Any, other: Any) -> Any:
+        result = divide(one, other)
+        expression, environment = result.expr, result.shape_env
+        values = {}
+        for part in expression.atoms(FloorDiv):
+            bounds = environment.bound_sympy(part)
+            if bounds.is_singleton():
+                values[part] = bounds.lower
+        if not values:
+            return result
+        return SymNode(expression.xreplace(values), environment, int, result.hint)
+
+    return divided

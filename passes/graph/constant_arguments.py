@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -174,3 +174,29 @@ def constant_arguments_of(gm: fx.GraphModule) -> Iterator[ConstantArgument]:
                         yield held
                         for inner in held.graphs:
                             yield from constant_arguments_of(inner)
+
+
+@dataclass(frozen=True)
+class NewCall:
+    """A call to be written. Its arguments may be calls that are written before it."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RegionCall:
+    """A call to be written in place of the calls of a region.
+
+    program: what the call runs. arguments: its operands, which are nodes before it.
+    results: the nodes of the region that are read outside; the call returns a tuple
+    with one tensor for each. inside: all nodes of the region, in order. last: the node
+    after which the call can stand.
+    """
+
+    program: GraphArgument
+    arguments: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    inside: tuple[fx.Node, ...]
+    last: fx.Node

@@ -1,20 +1,26 @@
-"""Read the attention operators of a joint graph, forward and backward."""
+"""Read the attention operators of a joint graph, forward and backward.
+
+What became of masks that could not be read is noted, and large ones are warned of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch.fx as fx
 
 from cpcompile.geometry.layout import Layout
+from cpcompile.logs import warn_once
 from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.operators import OpOverload
 
 from ..graph.cp_attention import OPERATORS, PLAN
+from ..joint.tiling import sink_slices
 from .composition_rules import COMPOSITIONS
+from .local_values import LocalValues
 
 _FORWARD = {*OPERATORS.values(), *(x.forward for x in COMPOSITIONS)}
 _GRADIENT = "_attention_backward"  # how the names of all others end
@@ -95,3 +101,53 @@ def _places(node: fx.Node, wanted: Sequence[str]) -> list[int]:
 
 def _names(node: fx.Node) -> list[str]:
     return [x.name for x in node.target._schema.arguments]  # type: ignore[union-attr]
+
+
+def unread_masks(calls: Iterable[fx.Node], known: LocalValues) -> dict[int, Any]:
+    """Return the local nodes of masks that were not read, by their plan's place.
+
+    None for one of which ranks have rows.
+
+    calls: of the graph of the whole sequence. known: what they are on this rank.
+    """
+    findings, found = known.ctx.findings, dict[int, Any]()
+    for node in calls:
+        number = plan_number(node) if is_attention(node) else None
+        if number is None or forward_of(node) is not node:
+            continue
+        mask = findings.masks.get(list(findings.plans)[number])
+        bias = operand_of(node, "bias")
+        if mask is None or mask.unread is None or bias is None:
+            continue
+        parts = [known.values.get(bias)]
+        parts += [side[bias][0] for side in known.parts.values() if bias in side]
+        cut = any(map(known.is_shard, parts))
+        found[number] = None if cut else known.local[bias]
+    return found
+
+
+def note_masks(found: dict[int, Any], known: LocalValues) -> None:
+    """Write `findings.mask_forms`; found: by `unread_masks`, of the finished graph.
+
+    Where every rank has a large mask, its rows are cut before they are made.
+    """
+    if any(found.values()):
+        sink_slices.sink(known.graph, sink_slices.LEAST_BYTES)
+    findings, left = known.ctx.findings, set(known.graph.nodes)
+    for number, node in found.items():
+        call = list(findings.plans)[number]
+        mask = findings.masks[call]
+        unread = mask.unread
+        assert unread is not None, "it was not read"
+        if node not in left:
+            findings.mask_forms[number] = "by rows"
+            continue
+        findings.mask_forms[number] = f"whole on every rank ({unread.bytes} bytes)"
+        if unread.is_large:
+            warn_once(
+                f"attention at {call.path}: got an attn_mask that cannot be read as a "
+                f"function of positions ({unread.reason}), a {mask.text} of which "
+                f"every rank computes all {unread.bytes} bytes; the result is correct. "
+                "Needed one that is an input of the graph, or computed row by row from "
+                "values of the queries and of the keys"
+            )

@@ -28,8 +28,7 @@ from cpcompile.torch_private import pytree
 from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
 from cpcompile.torch_private.fake_tensors import detect_fake_mode
 
-from ..flow.misread_rules import MisreadRules, must_not_wait
-from ..flow.trial import untrue
+from ..flow.trial import MisreadRules, must_not_wait, untrue
 from ..graph.constant_arguments import MeshAxis
 from ..graph.local_notes import NOTES
 from .composition_rules import gradient_of_calls

@@ -52,8 +52,14 @@ from ..graph.constant_arguments import MeshAxis
 from ..graph.graph_pass import graph_pass
 from ..graph.nodes import has_unknown_size, where
 from ..graph.rule_to_write import rule_to_write
-from ..model.layouts.layout_plans import note_relayouts
-from .attention_nodes import cut_places, is_attention, needs_order, with_layout
+from .attention_nodes import (
+    cut_places,
+    is_attention,
+    needs_order,
+    note_masks,
+    unread_masks,
+    with_layout,
+)
 from .call_rules import CallRules
 from .cut_constants import constants
 from .edge_values import EdgeValues
@@ -62,8 +68,7 @@ from .few_tokens import is_picked_often
 from .keep_calls import BY_HAND
 from .local_calls import Decompositions, LocalCall, LocalCalls, copied, replicated
 from .local_values import Made, Pair, value_of
-from .note_masks import note_masks, unread_masks
-from .order_tokens import order_tokens, relayouts
+from .order_tokens import note_relayouts, order_tokens, relayouts
 from .other_axes import MOVE, Chunks, TokenWise, chunks_after, moved
 from .sequence_moves import MOVES, SPLITS
 from .token_order import TokenOrder

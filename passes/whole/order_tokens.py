@@ -12,6 +12,7 @@ sent for other orders take the least time together.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Hashable, Iterable, Sequence
@@ -22,6 +23,7 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
+from cpcompile.cost.choose import predict, rank
 from cpcompile.cost.plans import Plan
 from cpcompile.cost.relayout_cost import relayout_seconds, reorder_seconds
 from cpcompile.errors import RewriteError
@@ -30,11 +32,11 @@ from cpcompile.geometry.token_pieces import Piece, move_of
 from cpcompile.logs import warn_unmet
 from cpcompile.ops.comm.moved_tokens import WHOLE
 from cpcompile.torch_private import pytree
+from cpcompile.torch_private.dynamo import counters
 from cpcompile.torch_private.fake_tensors import disable_current_modes
 
-from ..graph.context import AttentionCall, GraphInput
+from ..graph.context import AttentionCall, Context, GraphInput
 from ..model.layouts.layout_cut import LayoutCut
-from ..model.layouts.layout_plans import compared
 from .attention_nodes import forward_of, is_attention, keys_of, needs_order, plan_number
 from .cut_constants import constants, is_cut
 from .edges import is_written_back
@@ -409,3 +411,41 @@ def _seconds_of(form: Any, plan: Plan, layout: Layout) -> float | None:
         if same and x.layout is layout and x.excluded is None and not x.relayout:
             return x.seconds
     return None
+
+
+# Relayouts of a call that would be laid out by itself: of q, k, v and of its output.
+# Relayouts of a call that would be laid out by itself: of q, k, v and of its output.
+_PER_CALL = 4
+
+
+def note_relayouts(ctx: Context, left: int, calls: int) -> None:
+    """Note how many relayouts the forward has; calls: in a balanced layout."""
+    cancelled = _PER_CALL * calls - left
+    ctx.findings.relayouts, ctx.findings.relayouts_cancelled = left, cancelled
+    counters["cpcompile"]["relayouts_left"] += left
+    counters["cpcompile"]["relayouts_cancelled"] += cancelled
+
+
+def compared(ctx: Context, call: AttentionCall, laid_out: bool, relaid: bool) -> Plan:
+    """Return the plan of a call, with the candidates of both layouts.
+
+    relaid: whether relayouts of its operands or its output stay.
+    """
+    before, balanced = (
+        ctx.findings.contiguous_plans[call],
+        ctx.findings.balanced_plans[call],
+    )
+    free = list(balanced.candidates)
+    form = dataclasses.replace(balanced.chosen, relayout=True)
+    budget = float("inf")  # a relayout needs no more memory than the call
+    paid = predict(form, balanced.workload, ctx.profile, budget)
+    if laid_out:
+        chosen = paid if relaid else balanced.chosen
+        problem = "its relayouts stay in this graph" if relaid else None
+    else:
+        chosen, problem = before.chosen, "relayouts would cost more than it saves"
+    if problem is not None:
+        free = [dataclasses.replace(c, excluded=c.excluded or problem) for c in free]
+    every = [*before.candidates, *free, paid]
+    candidates = rank(every, ctx.tie_fraction, ctx.attention_bytes)
+    return dataclasses.replace(before, chosen=chosen, candidates=candidates)

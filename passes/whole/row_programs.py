@@ -37,7 +37,7 @@ from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
 
 from ..graph.graph_pass import graph_pass
 from ..graph.nodes import all_graphs
-from ..model.moe.token_program import RowProgram, cp_row_parallel
+from ..model.moe.region_call import RowProgram, cp_row_parallel
 from .cut_alike import cut_as, local_of, placements_of, shared_rows
 from .local_calls import replicated
 from .reduced_tokens import summed

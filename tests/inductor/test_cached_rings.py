@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile as cp
 from cpcompile.compile import compile_local as inductor
-from cpcompile.compile.sources import sources
+from cpcompile.compile.torch_cache import sources
 from tests.golden.capture import fake_group
 
 

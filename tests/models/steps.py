@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from cpcompile.apps.verification.model_results import loss_of, named_tensors
+from cpcompile.apps.verification.steps import loss_of, named_tensors
 from tests.models.case import BATCH, Case
 from tests.models.setting import Mode, Setting
 from tests.models.torchvision_schemas import define_schemas

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cpcompile.apps.cli import cli_plan, plan_arguments, verify_arguments
+from cpcompile.apps.cli import cli_plan, plan_arguments
 
 _CALIBRATE = "measure this machine, and keep the rates as its profile"
 _COMMANDS = {  # help, description
@@ -67,17 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from cpcompile.apps.cli import doctor
 
             return doctor.run(as_json=parsed.json)
-        if parsed.command == "check":
-            # It imports torch as well.
-            from cpcompile.apps.cli import cli_check
-
-            return cli_check.run(parsed)
-        if parsed.command in ("verify", "trace"):
+        if parsed.command != "plan":
             # They import torch as well.
-            from cpcompile.apps.cli import cli_verify
+            from cpcompile.apps.cli import cli_model
 
-            run = cli_verify.run if parsed.command == "verify" else cli_verify.run_trace
-            return run(parsed)
+            return cli_model.COMMANDS[parsed.command](parsed)
         code = cli_plan.run(parsed)
         sys.stdout.flush()
         return code
@@ -99,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         elif name == "doctor":
             plan_arguments.add_rows(command, {"--json": "print JSON"})
         else:
-            verify_arguments.add_arguments(command, name)
+            plan_arguments.add_model_arguments(command, name)
     commands.add_parser("calibrate", help=_CALIBRATE, add_help=False)
     return parser
 

@@ -1,4 +1,4 @@
-"""The arguments of `cpcompile plan`, and how their words become numbers."""
+"""The arguments of the commands, and how their words become numbers, without torch."""
 
 from __future__ import annotations
 
@@ -163,3 +163,51 @@ _GROUPS: dict[str, dict[str, str | None]] = {
         '"cpcompile[plot]")',
     },
 }
+
+
+_FUNCTION = {
+    "function MODULE:FUNCTION": "returns a model and the inputs of one call: a tensor, "
+    "a tuple, or a dict of keyword arguments"
+}
+_STRATEGY, _LAYOUT, _INNER = (
+    {f"--{name} str": f"the option {name!r} of the backend"}
+    for name in ("strategy", "layout", "inner")
+)
+_WORLD = {"--world int": "ranks to start (4)"}
+_SHARED = _FUNCTION | _WORLD | _INNER | _STRATEGY | _LAYOUT
+_ROWS = {
+    "check": _FUNCTION
+    | {
+        "--ranks --world int": "that would share it (4)",
+        "--forward": "the forward alone, without gradients",
+    }
+    | _STRATEGY
+    | _LAYOUT
+    | {
+        "--memory BYTES": "of one rank, such as 80G: how long a sequence fits",
+        "--hardware NAME": "whose profile chooses strategies, such as h100; else this "
+        "machine's",
+        "--json": "print JSON",
+    },
+    "verify": _SHARED
+    | {
+        "--steps int": "steps of descent (2)",
+        "--json PATH": "write the report there as JSON",
+    },
+    "trace": _SHARED
+    | {
+        "--out str": "where the trace goes (trace.json)",
+        "--plot FILE": "draw the plans of the calls there, as .svg",
+    },
+}
+_MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
+    "check": {"ranks": 4},
+    "verify": {"world": 4, "steps": 2},
+    "trace": {"world": 4, "out": "trace.json"},
+}
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the arguments of one of these commands to its parser."""
+    add_rows(parser, _ROWS[command])
+    parser.set_defaults(**_MODEL_DEFAULTS[command])

@@ -1,6 +1,12 @@
 """Decompose losses in which tokens, and the mean over them, are one call of aten.
 
-Inductor decomposes them by itself; this is for graphs that it does not see.
+Inductor decomposes them by itself; this is for graphs that it does not see. The
+gradient of such a sum is one number, expanded to all tokens and then split:
+
+    getitem(split(expand(tangents_1, [1, S]), S/N, 1), r)
+      ->  expand(tangents_1, [1, S/N])
+
+for S tokens, N ranks and rank r. `tile_tokens` sees after this that it is one number.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cpcompile.torch_private.operators import core_aten_decompositions
 
 from ...graph.nodes import value_of
+from .tile_program import copied
 from .tile_regions import bytes_of
 
 aten = torch.ops.aten
@@ -64,3 +71,29 @@ def _write_out(node: fx.Node) -> None:
             user.replace_all_uses_with(results[user.args[1]])
             node.graph.erase_node(user)
     node.graph.erase_node(node)
+
+
+def expand_parts(graph: fx.Graph) -> None:
+    """Replace parts of expanded values, in place."""
+    for split in list(graph.nodes):
+        if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+            continue
+        source, _, dim = (*split.args, 0)[:3]
+        if source.target is not aten.expand.default:
+            continue
+        number, sizes = source.args[:2]
+        dim %= len(sizes)
+        own = (1,) * (len(sizes) - value_of(number).dim()) + value_of(number).shape
+        if own[dim] != 1:
+            continue
+        parts = list(split.users)
+        if any(isinstance(value_of(x).shape[dim], torch.SymInt) for x in parts):
+            continue  # no node has that size, and tiles are of no symbolic size
+        for part in parts:
+            part_sizes = [*sizes[:dim], value_of(part).shape[dim], *sizes[dim + 1 :]]
+            with graph.inserting_before(part):
+                args = (number, part_sizes)
+                expanded = copied(graph, aten.expand.default, args, {}, source)
+            part.replace_all_uses_with(expanded, propagate_meta=False)
+            graph.erase_node(part)
+        graph.erase_node(split)

@@ -16,9 +16,9 @@ from cpcompile.torch_private.operators import auto_functionalized_v2
 from ...graph.nodes import value_of
 from ...graph.sequence_tokens import TokenAxis
 from ...graph.subgraph_calls import call_subgraph
-from .tile_outputs import Leaving
 from .tile_program import (
     NARROW,
+    Leaving,
     body_of,
     dtype_of_sums,
     for_tokens,

@@ -35,8 +35,7 @@ from cpcompile.torch_private.fake_tensors import detect_fake_mode
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import module_path, sort_calls, value_of
 from ...graph.sequence_tokens import TokenAxis
-from .decompose_losses import write_out_losses
-from .expand_parts import expand_parts
+from .decompose_losses import expand_parts, write_out_losses
 from .insert_tiles import insert_tiles
 from .region_parts import parts_at
 from .tile_regions import JointFacts, RegionPart, bytes_of, is_view, seeds

@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from cpcompile.torch_private.operators import OpOverload
 
-from .aliases import source
+from .borders import source
 from .signatures import (
     CONSTANTS,
     is_collective,

@@ -11,8 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from .aliases import source
-from .borders import best_offset, bytes_of
+from .borders import best_offset, bytes_of, source
 from .call_sequence import LEAST_BLOCKS
 from .repeats import RepeatedRun
 from .signatures import is_waited_for, signature

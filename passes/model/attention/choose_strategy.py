@@ -4,7 +4,8 @@
 
 Sizes are global, and the time is that of the slowest rank, with the backward if there
 is one. Each call has its own plan; one of a symbolic length is guarded by the interval
-of lengths in which it stays the best (strategy_guard). Calls that are causal or have a
+of lengths in which it stays the best, so that Dynamo compiles once more where that
+ends. Calls that are causal or have a
 mask are planned in a balanced layout too, as if it were free: order_tokens finds what
 it costs. Raises RewriteError if a forced strategy is excluded, or no candidate fits the
 memory budget.
@@ -12,6 +13,7 @@ memory budget.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection
@@ -19,11 +21,18 @@ from dataclasses import replace
 
 import torch.fx as fx
 
+from cpcompile.cost import crossover
 from cpcompile.cost.choose import choose, rank, why_not_run
 from cpcompile.cost.planner import BALANCED_LAYOUTS
 from cpcompile.cost.plans import Direction, Plan, Strategy, Workload
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout, leaves_ranks_empty
+from cpcompile.geometry.lengths import (
+    LengthNotSymbolic,
+    guard_region,
+    is_same,
+    is_symbol,
+)
 from cpcompile.geometry.masks import Mask
 from cpcompile.logs import warn_unmet
 from cpcompile.ops.attention_spec import is_of_positions
@@ -33,7 +42,6 @@ from ...graph.cp_attention import dtype_in_call
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import fake_value
 from ..masks.mask_work import NO_MASK, MaskWork, mask_work
-from .strategy_guard import guard_plan
 
 log = logging.getLogger(__name__)
 
@@ -250,3 +258,54 @@ def workload(
         whole_mask_bytes=_whole_mask_bytes(call, ctx),
         latents=None if sources is None else sources.sizes,
     )
+
+
+Decide = Callable[[Workload], Plan]
+
+# Lengths above are not looked at: a region that reaches so far has no end.
+LONGEST_TOKENS = 2**30
+
+
+def guard_plan(call: AttentionCall, plan: Plan, ctx: Context, decide: Decide) -> None:
+    """Guard the lengths for which `decide` gives `plan` to `call`.
+
+    Raises: LengthNotSymbolic if the call attends to another symbolic length.
+    """
+    if ctx.length is None:
+        return
+    sizes = [fake_value(x).shape[-2] for x in (call.q, call.k)]
+    if not any(map(is_symbol, sizes)):
+        return
+    if any(is_symbol(n) and not is_same(n, ctx.length) for n in sizes):
+        raise LengthNotSymbolic(
+            f"attention at {call.path} is over {' and '.join(map(str, sizes))} tokens, "
+            f"and the sequence has {ctx.length}"
+        )
+    low, high = region(plan, decide, *map(is_symbol, sizes))
+    guard_region(ctx.length, low, high)
+
+
+def region(
+    plan: Plan, decide: Decide, vary_q: bool, vary_kv: bool
+) -> tuple[int, int | None]:
+    """Return the lengths [low, high) around the one of `plan` for which it is chosen.
+
+    They go in steps of the number of ranks; `vary_q` and `vary_kv` say which lengths of
+    the workload are the symbol. None is no limit.
+    """
+    workload = plan.workload
+    ranks, length = workload.ranks, workload.q_len if vary_q else workload.kv_len
+
+    def at(per_rank: int) -> Plan:
+        tokens = per_rank * ranks
+        return decide(
+            dataclasses.replace(
+                workload,
+                q_len=tokens if vary_q else workload.q_len,
+                kv_len=tokens if vary_kv else workload.kv_len,
+            )
+        )
+
+    end = LONGEST_TOKENS // ranks + 1
+    interval = crossover.region(at, length // ranks, 1, end)
+    return interval.low * ranks, None if interval.high == end else interval.high * ranks

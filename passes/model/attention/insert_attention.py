@@ -12,7 +12,9 @@
     )
 
 The operator has the meaning of the call on the *global* tensors. By its DTensor rule
-`localise` has q, k and v sharded over the ranks.
+`localise` has q, k and v sharded over the ranks. Keys and values of gathered latents
+are made on every rank, by copies of the calls that make them; what else reads them
+reads the old ones. In the backward all of this is done again.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from cpcompile.ops.attention_spec import MASK_FIELDS, AttentionSpec
 from cpcompile.ops.step.dropout import SEED_LIMIT
 from cpcompile.torch_private.operators import OpOverload
 
-from ...graph.context import AttentionCall, Context
+from ...graph.context import AttentionCall, Context, KeySources
 from ...graph.cp_attention import (
     CALL,
     OPERATORS,
@@ -44,10 +46,10 @@ from ...graph.cp_attention import (
     result_of,
 )
 from ...graph.graph_pass import graph_pass
-from ...graph.nodes import fake_value, insert_call
+from ...graph.nodes import RECOMPUTE_LAST, fake_value, insert_call
+from ...graph.sequence_tokens import Wanted, constraint
 from ..masks.erase_masks import erase_masks
 from ..masks.mask_work import known_mask
-from .latent_keys import LatentKeys
 
 
 @graph_pass(
@@ -232,3 +234,48 @@ def _prepare(call: AttentionCall, operand: fx.Node) -> fx.Node:
             graph, torch.unsqueeze, (operand, 1), like=call.node, value=value
         )
     return operand
+
+
+class LatentKeys:
+    """The calls that every rank makes for one attention."""
+
+    def __init__(self, sources: KeySources, backward: bool) -> None:
+        self.sources, self.backward = sources, backward
+        self.copies: dict[fx.Node, fx.Node] = {}
+
+    def of(self, x: fx.Node) -> fx.Node:
+        """Return what stands for keys or values, before the insertion point."""
+        args, value = (self._whole(x), Wanted.COMPUTED_KEYS), fake_value(x)
+        made = insert_call(x.graph, constraint, args, like=x, value=value)
+        return self._tagged(made)
+
+    def _whole(self, x: fx.Node) -> fx.Node:
+        """Return the node that every rank has of a value."""
+        if x not in self.copies:
+            if x in self.sources.computed:
+                args, kwargs = fx.map_arg((x.args, x.kwargs), self._whole)
+                with x.graph.inserting_after(x):
+                    copy = x.graph.node_copy(x, lambda operand: operand)
+                copy.args, copy.kwargs, copy.meta = args, kwargs, dict(x.meta)
+                self.copies[x] = self._tagged(copy)
+            elif isinstance(fake_value(x), Tensor):
+                self.copies[x] = self._source(x)
+            else:
+                return x  # a size
+        return self.copies[x]
+
+    def _source(self, x: fx.Node) -> fx.Node:
+        last = x
+        if x.op == "placeholder":
+            last = x.graph.find_nodes(op="placeholder")[-1]
+        args = (x, Wanted.KEY_SOURCE, self.sources.gathered.get(x))
+        with x.graph.inserting_after(last):
+            value = fake_value(x)
+            source = insert_call(x.graph, constraint, args, like=x, value=value)
+        return self._tagged(source)
+
+    def _tagged(self, node: fx.Node) -> fx.Node:
+        """Have the backward make a value again, as it does what a region holds."""
+        if self.backward:
+            node.meta |= RECOMPUTE_LAST
+        return node

@@ -39,11 +39,16 @@ from cpcompile.geometry.masks import Mask
 
 from ...flow.flow import Flows
 from ...flow.token_sources import token_sources
-from ...graph.checkpoint_regions import Regions
 from ...graph.context import AttentionCall, Context, MaskSource
 from ...graph.effects import written_by
 from ...graph.graph_pass import graph_pass
-from ...graph.nodes import all_nodes, fake_mode_of, fake_value, region_arguments
+from ...graph.nodes import (
+    Regions,
+    all_nodes,
+    fake_mode_of,
+    fake_value,
+    region_arguments,
+)
 from ...graph.sequence_tokens import SequenceDim, TokenDim
 from .analysis.constant_masks import by_value, fold_constants
 from .analysis.dense_bias import DenseBiasWriter, RowsOf

@@ -31,8 +31,7 @@ from ...graph.nodes import (
 )
 from ...graph.sequence_tokens import TokenDim, is_row_parallel_operand
 from ..normalize.pad_convolutions import CONVOLUTIONS, convolved, reach_along
-from ..sharding.dim_flows import dim_flows, part_written, token_operands
-from ..sharding.rows_before import OF_POSITIONS
+from ..sharding.dim_flows import OF_POSITIONS, dim_flows, part_written, token_operands
 from .dim_group import CREATIONS, DimGroup, linked_values
 
 _MOVES = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 from cpcompile.geometry.lengths import Size, expected, times
 
 from ...flow.flow import Flows, Result
-from ...flow.rows import ROWS, keeps_rows
-from ...flow.shaped_calls import shaped_call
+from ...flow.shaped_calls import TensorShape, shaped_call
 from ...graph.calls import canonical_call
 from ...graph.dispatch_calls import NotByRows, need, tensors_read
 from ...graph.effects import is_in_place, written_by
@@ -333,3 +332,33 @@ def _each(value: Any, kind: Any) -> Kinds:
         return value_kind
     need(isinstance(value, tuple | list))
     return tuple(kind(x) for x in value)
+
+
+ROWS = TokenDim(0)
+
+
+def keeps_rows(flows: Flows, node: fx.Node, cut: Set[fx.Node], rows: int) -> bool:
+    """Tell whether every result of the call is cut into `rows` rows if `cut` are.
+
+    Rows are along dimension 0; all other operands are the same for all rows, and
+    nothing is exchanged: the call may run on the rows that a rank has.
+    """
+    one_hot = canonical_call(node)
+    if one_hot.name == "one_hot" and one_hot.arguments["input"] in cut:
+        # With -1 classes it looks for the largest.
+        return bool(one_hot.arguments["num_classes"] != -1)
+    call, leaves = shaped_call(node)
+    roles = [ROWS if isinstance(x, fx.Node) and x in cut else None for x in leaves]
+    for value, role in zip(call.values, roles, strict=True):
+        if role is not None and not _divides(rows, value):
+            return False
+    flow = flows.of(call, roles, rows)
+    if flow is None or not flow.is_local:
+        return False
+    return bool(flow.tensors) and all(x.role == ROWS for x in flow.tensors)
+
+
+def _divides(rows: int, value: Any) -> bool:
+    if not isinstance(value, TensorShape) or not value.shape:
+        return False
+    return value.shape[0] > 0 and value.shape[0] % rows == 0

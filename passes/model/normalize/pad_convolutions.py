@@ -21,9 +21,9 @@ from cpcompile.ops.dtensor.padded_convolution import (
 )
 
 from ...graph.calls import canonical_call
+from ...graph.constant_arguments import NewCall
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
-from ...graph.new_call import NewCall
 from ...graph.nodes import all_nodes, fake_value, insert_call
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")

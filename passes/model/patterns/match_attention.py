@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 import torch.fx as fx
@@ -25,7 +26,6 @@ from .arrangement import (
     Regrouping,
     regrouping,
 )
-from .log_sums import gives_log_sum, with_log_sum
 from .matched import AttentionPattern, Scores, Term
 from .products import (
     Product,
@@ -311,3 +311,40 @@ def _values(
     if {*wanted} != {*last, queries, _VALUE}:
         return None
     return v, raw, wanted
+
+
+def gives_log_sum(scores: Scores, sums: tuple[fx.Node, ...], dim: int) -> bool:
+    """Tell whether the log-sum-exp that is read is the one that attention gives.
+
+    What is added to a row changes no softmax, but the log-sum-exp. It is not given
+    under a bias either: rows are shifted, Note [Rows of low numbers].
+    """
+    added = scores.shifted or any(t.kind == "add" or t.low for t in scores.terms)
+    arguments = canonical_call(sums[0]).arguments
+    over = (
+        arguments["dim"] if isinstance(arguments["dim"], int) else arguments["dim"][0]
+    )
+    same = over % len(scores.shape) == dim % len(scores.shape)
+    plain = not (added or scores.sinks or scores.regroupings or arguments["keepdim"])
+    return plain and same and len(sums) == 1
+
+
+def with_log_sum(attention: AttentionPattern, lse: fx.Node) -> AttentionPattern | None:
+    """Add a log-sum-exp to the attention that gives it.
+
+    None if it is not [B, H, tokens], or is read before the attention is there.
+    """
+    q, k, v = (x.value.shape for x in (attention.q, attention.k, attention.v))
+    if len(q) != 4 or q[:2] != k[:2] or k[:2] != v[:2]:
+        return None
+    if (
+        fake_value(lse).shape != q[:3]
+        or attention.labels[:-1] != attention.q.labels[:-1]
+    ):
+        return None
+    before = takewhile(
+        lambda node: node is not attention.out, attention.out.graph.nodes
+    )
+    if not lse.users.keys().isdisjoint(before):
+        return None
+    return replace(attention, lse=lse)

@@ -24,7 +24,7 @@ from cpcompile.torch_private.fake_tensors import FakeTensorMode
 from ...flow.view_chain import follow
 from ...graph.calls import canonical_call
 from ...graph.nodes import fake_value
-from ..sharding.rows_before import rows_before
+from ..sharding.dim_flows import rows_before
 from ..sharding.sequence_dims import Origins, SequenceDims
 from .matched import AttentionPattern
 

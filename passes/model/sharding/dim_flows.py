@@ -20,6 +20,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from ...flow.dim_rules import dim_map, kept_dims
+from ...flow.view_chain import follow
 from ...graph.attention_calls import is_attention, is_flex_attention
 from ...graph.calls import canonical_call, spelled
 from ...graph.cp_attention import SPLIT_KV, is_cp_attention, operands_of, spec_of
@@ -36,8 +37,7 @@ from ...graph.sequence_tokens import Wanted, wanted_of
 from ...placement.scan_calls import joined_operands
 from ..attention.find_attention import attention_operands
 from ..mutation.masked_rows import write_rows, write_rows_
-from ..normalize.pad_convolutions import convolved
-from .rows_before import NORMS
+from ..normalize.pad_convolutions import CONVOLUTIONS, convolved
 
 _OF_TOKENS = (Wanted.OWN_ROWS, Wanted.ALL_ROWS, Wanted.KEY_SOURCE)
 
@@ -190,3 +190,33 @@ def _item(source: fx.Node, index: Any) -> list[DimFlow] | None:
 
 
 _SPLITS = ("split", "chunk", "tensor_split", "split_with_sizes")
+
+
+NORMS = ("batch_norm", "group_norm", "instance_norm")
+
+OF_POSITIONS = (
+    *CONVOLUTIONS,
+    *(f"{name}{n}d" for name in ("avg_pool", "max_pool") for n in (1, 2, 3)),
+    *(
+        f"{name}{n}d"
+        for name in ("adaptive_avg_pool", "conv_transpose")
+        for n in (1, 2, 3)
+    ),
+    "interpolate",
+    *NORMS,
+)
+"""Calls that make positions of those of their input, in the same dimensions."""
+
+
+def rows_before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
+    """Return the rows that a call makes rows or tokens of, where it has some."""
+    if spelled(node) in OF_POSITIONS:
+        return canonical_call(node).arguments["input"], dim
+    chain = follow(node)
+    source, last = chain[0], chain[-1]
+    if source.node is node or dim >= len(last.dims):
+        return None
+    parts = dict.fromkeys(x.dim for x in last.dims[dim] if x.dim is not None)
+    if not parts or (0 in parts and len(parts) > 1):
+        return None  # a batch, of windows or of images, is not followed
+    return source.node, next(iter(parts))

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from cpcompile.frontend.rank_consistency.exchange_order import exchange_texts
+from cpcompile.compile.warm_start import exchange_texts
 from cpcompile.torch_patches import dead_collectives
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.memory.test_tiles import run_tiled

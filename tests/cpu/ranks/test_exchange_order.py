@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from cpcompile import config
-from cpcompile.frontend.rank_consistency.exchange_order import exchange_texts
+from cpcompile.compile.warm_start import exchange_texts
 from cpcompile.torch_patches import dead_collectives, shard_placements
 from tests.cpu.against_one_process import compare
 from tests.cpu.on_ranks import on_ranks

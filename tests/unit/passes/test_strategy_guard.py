@@ -9,8 +9,7 @@ from cpcompile.cost.choose import choose
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import Direction, Strategy
 from cpcompile.errors import RewriteError
-from cpcompile.passes.model.attention.choose_strategy import _only
-from cpcompile.passes.model.attention.strategy_guard import LONGEST_TOKENS, region
+from cpcompile.passes.model.attention import choose_strategy as guards
 from tests.unit.cost.cost_cases import NO_COMPUTATION, workload
 from tests.unit.cost.test_cost_masks import CALL as OF_LATENTS
 
@@ -49,16 +48,16 @@ def decide_by(*borders):
 )
 def test_the_border_is_found(borders, expected):
     decide, questions = decide_by(*borders)
-    assert region(decide(CALL), decide, True, True) == expected
+    assert guards.region(decide(CALL), decide, True, True) == expected
     assert len(questions) < 150
     assert all(w.q_len == w.kv_len and w.q_len % 4 == 0 for w in questions)
-    assert max(w.q_len for w in questions) <= LONGEST_TOKENS
+    assert max(w.q_len for w in questions) <= guards.LONGEST_TOKENS
 
 
 def test_what_stays_and_what_ends_the_region():
     decide, questions = decide_by(1000)
     plan = decide(replace(CALL, kv_len=100))
-    assert region(plan, decide, True, False) == (1000, None)
+    assert guards.region(plan, decide, True, False) == (1000, None)
     assert {w.kv_len for w in questions} == {100}
     # As where a forced strategy needs more memory than there is.
     decide, _ = decide_by()
@@ -68,7 +67,7 @@ def test_what_stays_and_what_ends_the_region():
             raise RewriteError("needs too much memory")
         return decide(workload)
 
-    assert region(decide(CALL), within_memory, True, True) == (4, 6004)
+    assert guards.region(decide(CALL), within_memory, True, True) == (4, 6004)
 
 
 def test_the_cost_model_has_a_border_on_both_sides():
@@ -79,7 +78,7 @@ def test_the_cost_model_has_a_border_on_both_sides():
         return choose(workload, profile, memory_budget=math.inf)
 
     plan = decide(CALL)
-    low, high = region(plan, decide, True, True)
+    low, high = guards.region(plan, decide, True, True)
     forms = {
         tokens: decide(replace(CALL, q_len=tokens, kv_len=tokens)).chosen
         for tokens in (low, *((high - 4, high) if high is not None else ()))
@@ -93,7 +92,7 @@ def test_the_cost_model_has_a_border_on_both_sides():
 def test_the_chosen_strategy_stays(chosen):
     """Of its kind, though another is the cheapest at least for one of these."""
     plan = choose(OF_LATENTS, NO_COMPUTATION, strategy=chosen)
-    same = _only(plan, [x for x in Strategy if x is not Strategy.LATENTS])
+    same = guards._only(plan, [x for x in Strategy if x is not Strategy.LATENTS])
     assert same is not None and same.chosen is plan.chosen
-    other = _only(plan, [Strategy.LATENTS])
+    other = guards._only(plan, [Strategy.LATENTS])
     assert other is not None and other.chosen.strategy is Strategy.LATENTS

@@ -10,8 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cpcompile.passes.flow.dim_maps import SUM
 from cpcompile.passes.flow.linear_calls import is_linear
 from cpcompile.passes.graph.sequence_tokens import TokenAxis
-from cpcompile.passes.joint.tiling.tile_outputs import Leaving
-from cpcompile.passes.joint.tiling.tile_program import body_of
+from cpcompile.passes.joint.tiling.tile_program import Leaving, body_of
 from cpcompile.passes.joint.tiling.tile_regions import (
     RegionPart,
     TileMaps,

@@ -8,7 +8,7 @@ from tools import lines
 def test_which_files_count_where(tmp_path):
     assert lines.concern_of("cpcompile/geometry/degrees.py").startswith("attention")
     assert lines.concern_of("cpcompile/geometry/mask_tiles.py") == "masks"
-    assert lines.concern_of("passes/model/sharding/rows_before.py").startswith("moved")
+    assert lines.concern_of("cpcompile/frontend/image_rows.py").startswith("moved")
     with pytest.raises(KeyError, match=r"other/new\.py belongs to no concern"):
         lines.concern_of("other/new.py")
     paths = [x for listed in lines.CONCERNS.values() for x in listed.split()]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redist
 import cpcompile.backend  # noqa: F401  fixes them
 from cpcompile.passes.graph.constant_arguments import MeshAxis
 from cpcompile.passes.whole.leave_for_later import cp_unreduced
-from cpcompile.torch_patches import redistribute_plans
+from cpcompile.torch_patches import shard_placements
 from tests.golden.capture import fake_mesh
 from tests.support.bounds import assert_close, assert_equal
 
@@ -157,20 +157,20 @@ def test_gradients_of_a_convolution_of_frames_are_sums(placement):
 
 
 def test_equal_plans_are_made_once():
-    redistribute_plans._kept.cache_clear()
+    shard_placements._kept.cache_clear()
     with fake_mesh(2, 2, names=("cp", "tp")) as mesh:
         specs = [
             DTensor.from_local(torch.ones(4, 4), mesh, x, run_check=False)._spec
             for x in ((Shard(0), Shard(1)), (Shard(0), Replicate()))
         ]
         right = _redistribute._gen_transform_infos_non_cached(*specs)
-        with redistribute_plans.plans_are_kept():
+        with shard_placements.plans_are_kept():
             found = [
                 _redistribute._gen_transform_infos_non_cached(*specs) for _ in range(3)
             ]
     assert found[0] == right
     assert found[1] is found[0] and found[2] is found[0]
-    assert redistribute_plans._kept.cache_info().misses == 1
+    assert shard_placements._kept.cache_info().misses == 1
 
 
 MESH_AXES = {"cp": 2}

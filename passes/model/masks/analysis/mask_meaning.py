@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cases import CaseReader, Cases
 from .distances import Added, DistanceReader, MaskParts, take_apart
-from .documents import same_tokens, within_documents
+from .documents import can_be_ids, ids, same_tokens, within_documents
 from .formula import (
     And,
     Compare,
@@ -38,7 +38,6 @@ from .intervals import (
     key_ranges_text,
 )
 from .mask_program import MaskProgram, Unreadable
-from .segment_ids import can_be_ids, ids
 from .sums import NoForm
 from .vectors import Vector, VectorReader, call
 from .views import View, root_view

@@ -1,11 +1,16 @@
-"""Keep `x.requires_grad_()` of a value that the program computes in its graph.
+"""Keep the graph of a model in one piece, where Dynamo breaks it (torch 2.13).
 
-A hook on the embedding does that for reentrant checkpoints, and is registered for LoRA
-by `enable_input_require_grads` of transformers and PEFT. AOTAutograd drops the effect
-of the call, so that Dynamo breaks the graph there if a result is computed from the
-value. But a result that requires a gradient anyway, of a parameter such as an adapter,
-is the same without the effect: under backend "cp" the call is taken out of the graph
-then. Seen in torch 2.13.
+`x.requires_grad_()` of a value that the program computes: a hook on the embedding does
+that for reentrant checkpoints, and is registered for LoRA by
+`enable_input_require_grads` of transformers and PEFT. AOTAutograd drops the effect of
+the call, so that Dynamo breaks the graph there if a result is computed from the value.
+But a result that requires a gradient anyway, of a parameter such as an adapter, is the
+same without the effect: under backend "cp" the call is taken out of the graph then.
+
+nn.TransformerEncoder and TransformerDecoder compare the mask with a causal one, with
+is_causal=None, their default. Dynamo breaks the graph at the answer, which is data; and
+as it compiles no function of torch.nn on its own, the whole encoder runs in eager. The
+answer only chooses a kernel: without it the mask itself is used, which says the same.
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import TensorVariable
+from torch.nn.modules import transformer
 
 from cpcompile.torch_patches.graph_breaks import is_ours
 
 
 @functools.cache
-def install() -> None:
+def keep_leaves() -> None:
     """Have Dynamo ask whether a call of requires_grad_ makes a difference."""
     original = getattr(OutputGraph, "_check_requires_grad_intermediate_outputs", None)
     if original is None:  # another torch: the break is a warning
@@ -89,3 +95,19 @@ def _erase_calls(graph: fx.Graph, leaves: set[fx.Node]) -> None:
                 if near.op == "call_function" and near.target is allows:
                     graph.erase_node(near)
             graph.erase_node(node)
+
+
+@functools.cache
+def keep_encoders() -> None:
+    """Let Dynamo not trace the comparison; eager makes it as before."""
+    original = getattr(transformer, "_detect_is_causal_mask", None)
+    if original is None:  # another torch: the break is a warning
+        return
+    torch.compiler.substitute_in_graph(original)(_detect_is_causal_mask)
+
+
+def _detect_is_causal_mask(
+    mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
+    """Return what the caller says in `is_causal`, and False where it says nothing."""
+    return is_causal is True
