@@ -43,7 +43,6 @@ from .model.mixers.exchange_mixers import exchange_mixers
 from .model.mixers.find_windows import find_windows
 from .model.mixers.split_pairs_by_rows import split_pairs_by_rows
 from .model.moe.fold_moe_dispatch import fold_moe_dispatch
-from .model.mutation.join_parts import join_parts
 from .model.mutation.number_rows import number_rows
 from .model.normalize.fold_kv_repeat import fold_kv_repeat
 from .model.normalize.fold_scans import fold_scans
@@ -69,7 +68,6 @@ C = TypeVar("C")
 MODEL: tuple[GraphPass[Context], ...] = (
     inline_attention_modules,  # first: its calls are to be found
     number_rows,  # before what reads the calls: torch would ask for sizes
-    join_parts,  # before what reads where values come from
     decompose_flex_attention,
     fold_attention_patterns,  # before what reads the calls
     find_attention,  # reads what all later passes decide on

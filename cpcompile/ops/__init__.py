@@ -29,16 +29,16 @@ from cpcompile.ops.strategies.all_gather_attention import (
     all_gather_attention_backward,
 )
 from cpcompile.ops.strategies.hybrid_attention import hybrid_attention
-from cpcompile.ops.strategies.local_attention import (
-    local_attention,
-    local_attention_backward,
-)
 from cpcompile.ops.strategies.ring_attention import (
     ring_attention,
     ring_attention_backward,
 )
 from cpcompile.ops.strategies.split_kv_attention import split_kv_attention
-from cpcompile.ops.strategies.ulysses_attention import ulysses_attention
+from cpcompile.ops.strategies.ulysses_attention import (
+    local_attention,
+    local_attention_backward,
+    ulysses_attention,
+)
 from cpcompile.ops.tile_sums import add_product_, after
 
 flop_formulas.register()

@@ -33,8 +33,11 @@ the end of its name.
 Products of int8, `_int_mm`, have no rule; that of `mm` is theirs.
 
 Nor have backwards of functions that work element by element, if torch does not tag them
-so: softplus, leaky_relu and others. The decomposition gives the same answer, and takes
+so: softplus, prelu and others. The decomposition gives the same answer, and takes
 0.2 s for softplus, as much as thirty other calls.
+
+torch.cat of one device ignores 1-D empty tensors, with which caches of keys begin;
+DTensor tries to shard them like the others.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ from torch.distributed.tensor._ops.single_dim_strategy import (
 )
 
 from cpcompile.geometry.lengths import is_same
+from cpcompile.torch_private.distributed import by_dtensor
 
 aten = torch.ops.aten
 SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
@@ -119,6 +123,7 @@ def install() -> None:
     for shift, of_bits in SHIFTS.items():
         for overload in (shift.Scalar, shift.Tensor):
             handlers.setdefault(overload, functools.partial(_shifted, of_bits))
+    handlers[aten.cat.default] = _without_empty
     for table in (rules, by_dim, *infos):
         for op, other in RULES_OF_OTHERS.items():
             if other in table:
@@ -127,14 +132,16 @@ def install() -> None:
         _few(DecompShardingStrategy._get_candidate_placements)
     )
     _add_group_norm_backward(propagator)
-    for op in BY_ELEMENTS:
+    by_elements = dict.fromkeys(BY_ELEMENTS, _by_elements)
+    by_elements[aten._prelu_kernel_backward.default] = _by_elements_of_weight
+    for op, rule in by_elements.items():
         if op not in rules and op not in propagator.op_single_dim_strategy_funcs:
             register_single_dim_strategy(
                 op,
                 schema_info=RuntimeSchemaInfo(1),
                 allow_unbacked_sharding=True,
                 allow_uneven_sharding=True,
-            )(_by_elements)
+            )(rule)
 
 
 def _of_some_elements(view_groups: Any) -> Any:
@@ -183,6 +190,14 @@ def _shifted(of_bits: Any, op: Any, args: Any, kwargs: Any) -> Any:
     return of_bits(*args)
 
 
+def _without_empty(op: Any, args: Any, kwargs: Any) -> Any:
+    """Call cat without the tensors that do not count."""
+    nonempty = [x for x in args[0] if tuple(x.shape) != (0,)] or args[0][:1]
+    if len(nonempty) == 1:
+        return nonempty[0].clone()
+    return by_dtensor(op, (nonempty, *args[1:]), kwargs)
+
+
 def _by_samples(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Shard by samples; each gives a part of the gradients of weight and bias.
 
@@ -197,6 +212,15 @@ def _by_samples(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _by_elements(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Shard both operands, which have one shape, and the result along any dimension."""
     return [[_ShardingPlaceholder(dim)] * 3 for dim in range(len(args[0].shape))]
+
+
+def _by_elements_of_weight(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Shard gradient, input and both results; a weight is broadcast along some dims."""
+    _, x, weight = args
+    dims = [_ShardingPlaceholder(dim) for dim in range(len(x.shape))]
+    return [
+        [dim] * 4 + [dim if weight.shape[dim.dim] > 1 else Replicate()] for dim in dims
+    ]
 
 
 def _as_its_operand(rule: Any) -> Any:

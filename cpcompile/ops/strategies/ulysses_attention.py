@@ -9,23 +9,24 @@ DeepSpeed Ulysses (arXiv 2309.14509).
 With `head_groups` in the spec heads are exchanged a few at a time, see
 heads_in_groups.py.
 
-Under a mask attention is cp::local_attention. Key ranges and segment ids are whole on
-every rank as it is. A bias with heads goes with them; one without, which all heads
-read, goes to all ranks as a key head does that all query heads read, so that its
-gradients are summed on the way back.
+Under a mask attention is cp::local_attention, of whole sequences on one rank. Key
+ranges and segment ids are whole on every rank as it is. A bias with heads goes with
+them; one without, which all heads read, goes to all ranks as a key head does that all
+query heads read, so that its gradients are summed on the way back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.geometry.head_split import HeadSplit
-from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.layout import Chunks, Runs
 from cpcompile.geometry.lengths import in_chunks
 from cpcompile.kernels.choice import why_no_flash
 from cpcompile.ops.attention_spec import AttentionInputs, is_of_positions
@@ -35,11 +36,14 @@ from cpcompile.ops.comm.heads_in_groups import with_heads_in_groups
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
 from cpcompile.ops.step.aten_flash import flash_forward, flash_operands, is_empty
 from cpcompile.ops.strategies.contract import (
+    Saved,
     check_inputs,
     check_layout,
     check_operands,
+    register,
 )
-from cpcompile.ops.strategies.local_attention import local_attention
+from cpcompile.ops.strategies.ring_schedule import Ring
+from cpcompile.ops.strategies.ring_steps import ring_backward, ring_forward
 
 
 def ulysses_attention(
@@ -201,3 +205,35 @@ def _scaled_dot_product(
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped
     )
+
+
+@torch.library.custom_op("cp::local_attention", mutates_args=())
+def local_attention(
+    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: str
+) -> tuple[Tensor, Tensor]:
+    """Attend over whole sequences under a mask, on one rank.
+
+    Arguments, results and errors are those of cp::ring_attention on one rank.
+    """
+    inputs = AttentionInputs.of(spec, extras)
+    ring = _one_rank("cp::local_attention", (q, k, v), inputs)
+    return ring_forward(q, k, v, ring)
+
+
+def _gradients(saved: Saved, inputs: AttentionInputs, *how: Any) -> tuple[Tensor, ...]:
+    ring = _one_rank("cp::local_attention_backward", saved[1:4], inputs)
+    return ring_backward(*saved, ring, *how)
+
+
+def _one_rank(
+    name: str, operands: tuple[Tensor, Tensor, Tensor], inputs: AttentionInputs
+) -> Ring:
+    """Check the operands, and return a ring that sends nothing."""
+    check_layout(name, inputs.spec.layout)
+    queries, keys = (Runs.contiguous(x.shape[2], 1) for x in operands[:2])
+    check_operands(name, *operands, queries, keys, 0)
+    check_inputs(name, operands[0], inputs, (queries.length, keys.length))
+    return Ring(queries, keys, False, "", 0, name, inputs=inputs)
+
+
+local_attention_backward = register(local_attention, _gradients)

@@ -20,7 +20,7 @@ from cpcompile.cost.hardware.profile import (
     write_profile,
 )
 from cpcompile.cost.hardware.selection import calibrated_path, profile_for_device
-from cpcompile.frontend.machine import ranks_on_this_node
+from cpcompile.frontend.request import ranks_on_this_node
 from tests.golden.capture import fake_group
 
 # Peaks, not sparse ones: bf16 TFLOP/s; memory in TB/s and GB; GB/s per direction to the

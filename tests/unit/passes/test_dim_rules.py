@@ -16,7 +16,10 @@ from cpcompile.passes.flow.shaped_calls import shaped_call
 from cpcompile.passes.graph.nodes import value_of
 from cpcompile.passes.graph.sequence_tokens import TokenAxis, TokenDim
 from cpcompile.passes.model.sharding.dim_flows import dim_flows, part_written
+from cpcompile.torch_patches import fixed_rules
 from tests.unit.tiling.test_token_wise import CALLS, outer_splits, traced
+
+fixed_rules.install()
 
 X = (2, 6, 8)
 
