@@ -109,10 +109,10 @@ def _rule_of(call: Any, order: TokenOrder) -> Callable[..., Any]:
     if call in _DRAWING:
         return _drawing(call)
     if isinstance(call, OpOverload) and torch.Tag.nondeterministic_seeded in call.tags:
-        return _of_whole_alone(call)
+        return _of_whole_alone(call, order)
     if _is_element_wise(call):
         return _element_wise(call, order)
-    return by_rows_of_batch(call) if isinstance(call, OpOverload) else call
+    return by_rows_of_batch(call, order) if isinstance(call, OpOverload) else call
 
 
 def _is_element_wise(call: Any) -> bool:
@@ -161,12 +161,12 @@ def _like_whole(x: DTensor) -> Tensor:
     return torch.empty_strided(*sizes, dtype=x.dtype, device=x.device)
 
 
-def _of_whole_alone(call: OpOverload) -> Callable[..., Any]:
+def _of_whole_alone(call: OpOverload, order: TokenOrder) -> Callable[..., Any]:
     """Refuse shards: every rank would draw the same numbers for its own part.
 
     Attention without dropout draws none.
     """
-    without = by_rows_of_batch(call)
+    without = by_rows_of_batch(call, order)
 
     def drawn(*args: Any, **options: Any) -> Any:
         if not draws_numbers(call, args, options):

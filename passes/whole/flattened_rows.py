@@ -33,7 +33,8 @@ from cpcompile.torch_private.distributed import (
 from cpcompile.torch_private.fake_tensors import TorchDispatchMode
 from cpcompile.torch_private.operators import OpOverload
 
-from .cut_alike import local_of, placements_of, shared_rows
+from .cut_alike import cut_as, local_of, placements_of, shared_rows
+from .token_order import TokenOrder
 
 
 class _SendsError(Exception):
@@ -41,6 +42,15 @@ class _SendsError(Exception):
 
 
 class _NoMessages(TorchDispatchMode):
+    """A mode in which a call sends nothing.
+
+    shapes: those of its local operands.
+    """
+
+    def __init__(self, call: OpOverload) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.call, self.shapes = call, list[torch.Size]()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -48,11 +58,17 @@ class _NoMessages(TorchDispatchMode):
             return NotImplemented
         if func.namespace in ("_c10d_functional", "_dtensor"):
             raise _SendsError
+        if func is self.call:
+            operands = pytree.tree_leaves((args, kwargs))
+            self.shapes = [x.shape for x in operands if isinstance(x, Tensor)]
         return func(*args, **(kwargs or {}))
 
 
-def by_rows_of_batch(call: OpOverload) -> Callable[..., Any]:
-    """Return `call`, on the rows of a rank where its operands are such rows."""
+def by_rows_of_batch(call: OpOverload, order: TokenOrder) -> Callable[..., Any]:
+    """Return `call`, on the rows of a rank where its operands are such rows.
+
+    An operand that is whole is cut to them if DTensor cuts it to rows of one sequence.
+    """
     if call is torch.ops.aten._assert_async.msg:
         return lambda x, message: call(local_of(x), message)  # each rank of its rows
     if call.is_view or any(x.name in _SIZES for x in call._schema.arguments):
@@ -61,9 +77,12 @@ def by_rows_of_batch(call: OpOverload) -> Callable[..., Any]:
     def rows(*args: Any, **options: Any) -> Any:
         leaves, tree = pytree.tree_flatten((args, options))
         cut = [x for x in leaves if _is_cut(x)]
-        placements = _answer(call, leaves, tree, cut) if cut else None
-        if placements is None:
+        answer = _answer(call, leaves, tree, cut) if cut else None
+        if answer is None:
             return call(*args, **options)
+        placements, whole = answer
+        for i in whole:
+            leaves[i] = cut_as(leaves[i], cut[0], order)
         own, how = pytree.tree_unflatten([local_of(x) for x in leaves], tree)
         with shared_rows(cut[0], _rows_dim(cut[0])):
             results, structure = pytree.tree_flatten(call(*own, **how))
@@ -82,14 +101,17 @@ def _is_cut(x: Any) -> bool:
 
 def _answer(
     call: OpOverload, leaves: list[Any], tree: Any, cut: list[DTensor]
-) -> list[tuple[Any, ...]] | None:
-    """Return the placements of the results; None if the call is to run as it is."""
+) -> tuple[list[tuple[Any, ...]], list[int]] | None:
+    """Return the placements of the results, and which whole operands are to be cut.
+
+    None if the call is to run as it is.
+    """
     axes = {tuple(isinstance(p, StridedShard) for p in x.placements) for x in cut}
     others = [p for x in leaves for p in placements_of(x) if p.is_partial()]
     if len(axes) > 1 or others or len({_kind(x) for x in cut}) > 1:
         return None
     try:
-        with disable_proxy_modes_tracing(), _NoMessages():  # type: ignore[no-untyped-call]
+        with disable_proxy_modes_tracing(), (mode := _NoMessages(call)):
             asked = [_stand_in(x) if isinstance(x, Tensor) else x for x in leaves]
             args, options = pytree.tree_unflatten(asked, tree)
             results = pytree.tree_leaves(call(*args, **options))
@@ -103,7 +125,23 @@ def _answer(
     found = [x.placements for x in results]
     if any(isinstance(p, MaskPartial) for placements in found for p in placements):
         raise RewriteError("rows of a flattened batch are looked up by their number")
-    return found
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    if len(mode.shapes) != len(tensors):  # other calls in its place
+        return (found, []) if len(tensors) == len(cut) else None
+    given = [local_of(asked[i]).shape for i in tensors]
+    pairs = zip(tensors, given, mode.shapes, strict=True)
+    moved = [(i, x, y) for i, x, y in pairs if x != y]
+    if not all(_is_cut_to(leaves[i], x, y, cut[0]) for i, x, y in moved):
+        return None
+    return found, [i for i, *_ in moved]
+
+
+def _is_cut_to(x: Tensor, before: torch.Size, after: torch.Size, like: DTensor) -> bool:
+    """Tell whether an operand that was whole was cut to rows, and to nothing else."""
+    dim = _rows_dim(like)
+    if _is_cut(x) or x.ndim != like.ndim or x.shape[dim] != like.shape[dim]:
+        return False
+    return [d for d, n in enumerate(after) if n != before[d]] == [dim]
 
 
 def _stand_in(x: Tensor) -> Tensor:
