@@ -5,6 +5,12 @@
 
 Calls inside activation-checkpoint regions are found as well. `inline_attention_modules`
 runs before, so that calls inside of multi_head_attention_forward are visible here.
+Operators take [B, H, S, D], and torch any number of leading dimensions, which it
+broadcasts. Calls of three or four dimensions that agree, or with one key head, stay:
+
+    attention(q [B, F, H, S, D], k [B, F, H, S, D], v)
+      ->
+    attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, (B, F))
 
 A call that is `unsupported` (a mask together with is_causal=True, dropout of 1, heads
 that cannot be grouped, a transform of torch.func around it) raises where its tokens are
@@ -15,16 +21,19 @@ is right as it is: it is sharded on heads or batch alone.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cpcompile.geometry.lengths import LengthNotSymbolic, is_same, is_symbol
 from cpcompile.ops.plain_attention import log_sum_exp
 from cpcompile.ranks.shardings import is_sequence_sharded, placements_text
 
 from ...graph.attention_calls import is_attention
-from ...graph.calls import canonical_call
+from ...graph.calls import canonical_call, set_argument
 from ...graph.context import AttentionCall, Context
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
@@ -32,6 +41,7 @@ from ...graph.nodes import (
     expected_shape,
     fake_value,
     has_unknown_size,
+    insert_call,
     module_path,
 )
 from ...graph.transforms import inside_transforms
@@ -41,13 +51,16 @@ log = logging.getLogger(__name__)
 
 @graph_pass(writes=("calls",))
 def find_attention(graph: fx.Graph, ctx: Context) -> int:
-    """Fill `findings.calls`, in the order of execution; returns their number."""
+    """Fill `findings.calls`, in the order of execution; returns their number.
+
+    Raises: LengthNotSymbolic, see `align`.
+    """
     transformed = inside_transforms(graph)
-    ctx.findings.calls = [
-        _read(node, node in transformed)
-        for node in all_nodes(graph)
-        if is_attention(node)
-    ]
+    nodes = [x for x in all_nodes(graph) if is_attention(x)]
+    for node in nodes:
+        if node not in transformed and already_local(node) is None:
+            align(node)
+    ctx.findings.calls = [_read(node, node in transformed) for node in nodes]
     for call in ctx.findings.calls:
         if call.already_local:
             log.info("attention at %s is left alone: %s", call.path, call.already_local)
@@ -165,3 +178,71 @@ def already_local(node: fx.Node) -> str | None:
         return None
     placements = ", ".join(placements_text(x) for x in operands)
     return f"q, k, v have placements {placements}, and none is split on the sequence"
+
+
+def align(node: fx.Node) -> None:
+    """Rewrite one attention call if its operands have another form.
+
+    Raises: LengthNotSymbolic if a batch dimension is a symbol, and not of all operands.
+    """
+    arguments = canonical_call(node).arguments
+    names = ("query", "key", "value")
+    values = {name: fake_value(arguments[name]) for name in names}
+    before = [tuple(x.shape[:-2]) for x in values.values()]
+    ndim = max(4, *(x.ndim for x in values.values()))
+    shapes = [(1,) * (ndim - 2 - len(x)) + x for x in before]
+    batches = [x[:-1] for x in shapes]
+    if any(is_symbol(n) for x in batches for n in x):
+        if ndim > 4 or not all(is_same(*x, *batches[0]) for x in batches):
+            raise LengthNotSymbolic(f"a batch dimension of {node.name} is a symbol")
+        batch = batches[0]
+    else:
+        batch = tuple(torch.broadcast_shapes(*batches))
+    q_heads, *others = (int(n) for *_, n in shapes)
+    kv_heads, mask = max(others), arguments["attn_mask"]
+    masked = isinstance(mask, fx.Node) and isinstance(fake_value(mask), Tensor)
+    mask_shape: tuple[int, ...] = tuple(fake_value(mask).shape) if masked else ()
+    if {*others} - {1, kv_heads} or len(mask_shape) > ndim:
+        return  # torch broadcasts it to no form, and says so
+    heads = dict.fromkeys(names, kv_heads) | {"query": max(q_heads, kv_heads)}
+    wanted = {name: (*batch, n) for name, n in heads.items()}
+    if before in ([*wanted.values()], [(heads["query"],)] * 3) and len(batch) == 1:
+        return
+    with node.graph.inserting_before(node):
+        if len(mask_shape) > 3 and len(batch) > 1:
+            wanted["attn_mask"] = (*batch, mask_shape[-3])
+        for name, shape in wanted.items():
+            set_argument(node, name, _aligned(arguments[name], shape, node))
+    _restore(node, batch, ndim)
+
+
+def _aligned(operand: fx.Node, wanted: tuple[int, ...], like: fx.Node) -> fx.Node:
+    """Reshape an operand to [all batches, heads, tokens, dim]."""
+    for _ in range(len(wanted) + 2 - fake_value(operand).ndim):
+        operand = _insert(torch.unsqueeze, operand, 0, like=like)
+    if tuple(fake_value(operand).shape[:-2]) != wanted:
+        sizes = (*wanted, -1, -1)
+        operand = _insert(torch.Tensor.expand, operand, *sizes, like=like)
+    if len(wanted) > 2:
+        operand = _insert(torch.flatten, operand, 0, len(wanted) - 2, like=like)
+    return operand
+
+
+def _restore(node: fx.Node, batch: tuple[int, ...], ndim: int) -> None:
+    """Give the result of a call that was aligned the dimensions that it had."""
+    result: Tensor = fake_value(node)
+    missing = ndim - result.ndim
+    node.meta["example_value"] = result[(None,) * missing].flatten(0, ndim - 4)
+    if not missing and len(batch) == 1:
+        return
+    with node.graph.inserting_after(node):
+        if missing:
+            out = _insert(torch.squeeze, node, tuple(range(missing)), like=node)
+        else:
+            out = _insert(torch.unflatten, node, 0, batch, like=node)
+    node.replace_all_uses_with(out, delete_user_cb=lambda user: user is not out)
+
+
+def _insert(target: Any, operand: fx.Node, *rest: Any, like: fx.Node) -> fx.Node:
+    value, args = target(fake_value(operand), *rest), (operand, *rest)
+    return insert_call(like.graph, target, args, like=like, value=value)

@@ -1,4 +1,4 @@
-"""What is read of an attention call, however it is written; nothing is changed."""
+"""What is read of an attention call, however it is written, in one form."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import cpcompile as cp
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden, table
 from tests.golden.operands import make_qkv
+from tests.golden.rewritten_calls import check_equal, rewrite
 
 sdpa = F.scaled_dot_product_attention
 
@@ -144,3 +145,35 @@ def test_heads_of_keys_and_values_that_differ(mesh, key_heads, value_heads):
         f"got q {q}, k {k}, v {v}; needed equal batches, and k and v alike: expand them"
     )
     assert captured["choose_strategy"].rewrites == 0
+
+
+# q, k, v without their last two sizes -> batch, query heads and key heads of operators
+ALIGNED = {
+    "six dims": ((2, 1, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4), (6, 4, 4)),
+    "five dims, one key head": ((2, 3, 4), (2, 3, 1), (2, 3, 1), (6, 4, 1)),
+    "five dims, one frame of keys": ((2, 3, 4), (2, 1, 4), (2, 1, 4), (6, 4, 4)),
+    "five and four dims": ((2, 3, 4), (3, 4), (3, 4), (6, 4, 4)),
+    "one batch of values": ((2, 4), (2, 4), (1, 4), (2, 4, 4)),
+    "one batch of queries": ((1, 4), (2, 4), (2, 4), (2, 4, 4)),
+    "one head of queries": ((2, 1), (2, 4), (2, 4), (2, 4, 4)),
+    "one head of values": ((2, 4), (2, 4), (2, 1), (2, 4, 4)),
+    "three dims, one batch of keys": ((4,), (1,), (1,), (1, 4, 1)),
+    "three and two dims": ((4,), (), (), (1, 4, 1)),
+    "four dims": ((2, 4), (2, 1), (2, 1), (2, 4, 1)),
+}
+
+
+@pytest.mark.parametrize("case", ALIGNED)
+@pytest.mark.parametrize("mask", [None, (7, 5), (1, 1, 1, 7, 5)], ids=str)
+def test_operands_of_any_number_of_dimensions(case, mask):
+    *leading, (batch, heads, kv_heads) = ALIGNED[case]
+    sizes = ((7, 4), (5, 4), (5, 3))
+    shapes = [(*x, *size) for x, size in zip(leading, sizes, strict=True)]
+    most = max(map(len, shapes))
+    shapes += [mask[-most:]] if mask else []
+    inputs = [torch.randn(x, dtype=torch.float64).requires_grad_() for x in shapes]
+    got = rewrite(lambda *x: sdpa(*x, scale=0.7) * 2.0, *inputs)
+    (call,) = got.calls
+    assert call.unsupported is None and call.q_shape == (batch, heads, 7, 4)
+    assert call.k_shape == (batch, kv_heads, 5, 4)
+    check_equal(got, lambda *x: sdpa(*x, scale=0.7) * 2.0, *inputs)
