@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
@@ -29,6 +30,7 @@ from cpcompile.accounting.work import Shares, shares_noted, work_of
 from cpcompile.geometry.tensor_sizes import bytes_of
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.passes.graph.nodes import module_path
+from cpcompile.torch_private.fake_tensors import detect_fake_mode
 
 _OF_OPERATOR = {
     "dim_exchange": Purpose.MIXER,
@@ -80,6 +82,7 @@ class Accounting:
         """
         if self.inputs is None:
             return
+        _fill_values(module.graph)
         direction = GraphDirection.BACKWARD if is_backward else GraphDirection.FORWARD
         joined = [
             Joined(direction, kind, sum(map(len, of_kind)), len(of_kind))
@@ -99,6 +102,20 @@ class Accounting:
     def tracing(self) -> AbstractContextManager[None]:
         """Return a context in which traced calls get the notes that `read` reads."""
         return nullcontext() if self.inputs is None else shares_noted(self.inputs.group)
+
+
+def _fill_values(graph: fx.Graph) -> None:
+    """Give random numbers that are drawn again the values that AOTAutograd leaves out.
+
+    In the backward of a checkpoint; seen in torch 2.13, with aot_eager.
+    """
+    drawn = torch.ops.higher_order.run_with_rng_state
+    for node in graph.find_nodes(op="call_function", target=drawn):
+        if "val" not in node.meta:
+            _, call, *operands = fx.map_arg(node.args, lambda x: x.meta["val"])
+            mode = detect_fake_mode([x.meta.get("val") for x in graph.nodes])
+            with mode or nullcontext():
+                node.meta["val"] = call(*operands, **node.kwargs)
 
 
 def _saved_bytes(backward: fx.GraphModule) -> int:
