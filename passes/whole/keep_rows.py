@@ -87,8 +87,7 @@ def keep_rows(graph: fx.Graph, _: object) -> int:
                 known[node] = found
             continue
         with graph.inserting_before(node):
-            summed = known.get(node.args[0]) if node.target in _SUMS else None
-            if summed is not None and _sum(graph, node, summed):
+            if node.target in _SUMS and _is_sum_of_rows(graph, node, known):
                 continue
             rows = _kept(graph, node, known)
         if rows is not None:
@@ -101,7 +100,18 @@ def keep_rows(graph: fx.Graph, _: object) -> int:
     return count
 
 
-def _flattened(graph: fx.Graph, view: fx.Node) -> _Rows | None:
+def _is_sum_of_rows(
+    graph: fx.Graph, node: fx.Node, known: dict[fx.Node, _Rows]
+) -> bool:
+    """Write a sum of rows, also where tokens are flattened with a batch behind them."""
+    x: Any = node.args[0]
+    rows = known.get(x)
+    if rows is None and x.target in VIEWS:
+        rows = _flattened(graph, x, _FEWEST - 1)
+    return rows is not None and _sum(graph, node, rows)
+
+
+def _flattened(graph: fx.Graph, view: fx.Node, fewest: int = _FEWEST) -> _Rows | None:
     """Return the rows that a view flattens, perhaps with a part of the channels."""
     source: Any = view.args[0]
     value = source.meta["val"]
@@ -114,7 +124,7 @@ def _flattened(graph: fx.Graph, view: fx.Node) -> _Rows | None:
             return None
         sizes[-1] //= behind
     several = sum(not is_same(n, 1) for n in sizes) > 1
-    if not several or len(sizes) < _FEWEST:
+    if not several or len(sizes) < fewest:
         return None
     rows = source
     if split:
