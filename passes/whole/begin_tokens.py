@@ -5,6 +5,7 @@
     patches = cp_whole.split_along(patches, ALL, 2)
 
 Attention would share them out, but every rank would compute all that lies between.
+Where a value is cut already, as DTensor finds out, its gradient stays cut as well.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def begin_tokens(graph: fx.Graph, ctx: Context) -> int:
         if dim is None or dim.outer > 1 or not is_activation:
             continue
         with node.graph.inserting_after(node):
-            args = (node, ALL, dim.dim)
+            begun = ALL - 1 - len(ctx.findings.token_origins)
+            args = (node, begun, dim.dim)
             split = insert_call(node.graph, SPLIT_ALONG, args, like=node, value=value)
         is_other = functools.partial(operator.is_not, split)
         node.replace_all_uses_with(split, delete_user_cb=is_other)

@@ -43,7 +43,7 @@ from cpcompile.geometry.lengths import hashable
 from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.latent_steps import WHOLE
-from cpcompile.ops.shared_mixers import ALL, SPLIT_ALONG
+from cpcompile.ops.shared_mixers import SPLIT_ALONG
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import detect_fake_mode, failing_quietly
@@ -281,7 +281,7 @@ class Localise(EdgeValues):
         parts = self.parts[laid_out]
         if node.target is SPLIT_ALONG:
             target: Any = node.args[2]
-            if target != ALL:  # on both sides, or calls would be others than were tried
+            if target >= 0:  # on both sides, or calls would be others than were tried
                 whole = replicated(self.values[node], self.ctx.mesh)
                 to = self.edges.on_axis(Shard(target))
                 parts[node] = self.cut(whole, self.local[node], to, laid_out)

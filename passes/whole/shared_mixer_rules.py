@@ -32,7 +32,7 @@ from .edges import share_of
 def shared_mixer_rules(cp_axis: MeshAxis) -> dict[Any, Callable[..., Any]]:
     """Return the rules, by call."""
     rules: dict[Any, Callable[..., Any]] = {
-        SPLIT_ALONG: _split_along,
+        SPLIT_ALONG: functools.partial(_split_along, cut=set()),
         IN_PARTS: _in_parts,
         IN_PARTS_BACKWARD: _in_parts_backward,
         torch.ops.higher_order.scan: _scan,
@@ -40,14 +40,23 @@ def shared_mixer_rules(cp_axis: MeshAxis) -> dict[Any, Callable[..., Any]]:
     return {call: functools.partial(rule, cp_axis) for call, rule in rules.items()}
 
 
-def _split_along(cp_axis: MeshAxis, x: Any, source: int, target: int) -> Any:
-    """Bring x to where it is wanted, wherever it is."""
+def _split_along(
+    cp_axis: MeshAxis, x: Any, source: int, target: int, *, cut: set[int]
+) -> Any:
+    """Bring x to where it is wanted, wherever it is.
+
+    cut: which values, in which tokens begin, are cut already.
+    """
     if not isinstance(x, DTensor):
         return x.clone()  # dense, as the call's result is in the whole graph
     placements = list(x.placements)
     now, axis = placements[cp_axis.axis], cp_axis.axis
-    placements[axis] = Replicate() if target == ALL else Shard(target)
-    if now != Shard(source) or target in (ALL, source):
+    if source < ALL and now == Shard(target):
+        cut.add(source)
+    if target in cut:  # of which this is the gradient
+        target = source
+    placements[axis] = Replicate() if target < 0 else Shard(target)
+    if now != Shard(source) or target < 0 or target == source:
         return x.redistribute(placements=placements)
     local = torch.ops.cp.dim_exchange(
         x._local_tensor.contiguous(),
