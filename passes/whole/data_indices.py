@@ -46,6 +46,7 @@ def index_rules(
         aten.index_select.default: _index_select,
         aten.index_add.default: _index_add,
         aten.index_copy.default: _index_copy,
+        aten.index_fill.int_Scalar: _index_fill,
         aten.select_scatter.default: _select_scatter,
         aten.gather.default: functools.partial(_gather, row_by_row),
         aten.scatter_add.default: functools.partial(_scatter_add, row_by_row),
@@ -103,6 +104,8 @@ def _index_select(x: Any, dim: int, index: Any, *, cp_axis: MeshAxis) -> Any:
 
 def _index_add(x: Any, dim: int, index: Any, values: Any, *, cp_axis: MeshAxis) -> Any:
     at = Shard(dim % values.ndim)
+    if _is_on(cp_axis, x, at) and index.ndim == 1:
+        return _add_rows(cp_axis, x, values, at.dim, index)
     cut = _is_on(cp_axis, values, at) and _is_on(cp_axis, index, Shard(0))
     if not cut or not x.dtype.is_floating_point:
         return aten.index_add.default(x, dim, index, values)
@@ -110,10 +113,31 @@ def _index_add(x: Any, dim: int, index: Any, values: Any, *, cp_axis: MeshAxis) 
     return _placed(aten.index_add.default(*own), values, cp_axis, Partial(), x.shape)
 
 
+def _add_rows(cp_axis: MeshAxis, x: DTensor, values: Any, dim: int, index: Any) -> Any:
+    """Add rows to x, in parts along a dimension: each rank those of its part."""
+    index, rows = (_whole(y) if isinstance(y, DTensor) else y for y in (index, values))
+    local, length = x._local_tensor, x.shape[dim]
+    count, rank = local.shape[dim], cp_axis.mesh.get_local_rank(cp_axis.axis)
+    if count:
+        place = index - Chunks(length, cp_axis.size).start(rank)
+        mine = (place >= 0) & (place < count)
+        own = mine.view(-1, *[1] * (rows.ndim - 1 - dim))
+        added = torch.where(own, rows, rows.new_zeros(()))
+        local = aten.index_add.default(local, dim, place.clamp(0, count - 1), added)
+    return _placed(local, x, cp_axis, Shard(dim), x.shape)
+
+
 def _index_copy(x: Any, dim: int, index: Any, values: Any, *, cp_axis: MeshAxis) -> Any:
     if not _is_on(cp_axis, x, Shard(dim % x.ndim)):
         return aten.index_copy.default(x, dim, index, values)
     return write_rows(cp_axis, x, values, dim % x.ndim, index.reshape(-1))
+
+
+def _index_fill(x: Any, dim: int, index: Any, value: Any, *, cp_axis: MeshAxis) -> Any:
+    if not _is_on(cp_axis, x, Shard(dim % x.ndim)):
+        return aten.index_fill.int_Scalar(x, dim, index, value)
+    rows = torch.full((1,) * x.ndim, value, dtype=x.dtype, device=x.device)
+    return write_rows(cp_axis, x, rows, dim % x.ndim, index.reshape(-1))
 
 
 def _select_scatter(

@@ -145,10 +145,15 @@ def _gather(
     dim %= x.ndim
     if not is_cut(x, cp_axis, dim) or not _is_alone(cp_axis, x, layout, lengths):
         return None
-    if any(not p.is_replicate() for p in placements_of(index)) or not index.ndim:
+    placements = placements_of(index)
+    if any(p.is_partial() for p in placements) or not index.ndim:
         return None
-    if 2 * expected(index.shape[dim]) > expected(x.shape[dim]):
+    # Where each rank reads for its own tokens, what is read is cut, too.
+    most = cp_axis.size if any(not p.is_replicate() for p in placements) else 1
+    if 2 * most * expected(index.shape[dim]) > expected(x.shape[dim]):
         return None
+    if placements:
+        index = index.redistribute(placements=[Replicate()] * len(placements))
     return cp_gather_at(x, cp_axis, dim, index, layout.value)
 
 

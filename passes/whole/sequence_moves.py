@@ -26,8 +26,11 @@ aten = torch.ops.aten
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 MOST_PICKS = 8
 """More picks of one value cost more messages than to gather it once."""
-Move = Callable[..., tuple[list[Any], int, str, tuple[Any, ...]] | None]
-"""Returns sources, dimension, what moves them, and how; None if nothing moves."""
+Move = Callable[..., tuple[Any, ...] | None]
+"""Returns sources, dimension, what moves them, how, and perhaps the number of padding.
+
+None if nothing moves.
+"""
 
 
 def move_rules(
@@ -62,8 +65,10 @@ def _run(
         is_known(x, cp_axis, layout, lengths) for x in moved[0]
     ):
         return call(*args, **options)
-    sources, dim, how, more = moved
-    return cp_move_tokens(sources, cp_axis, dim, how, *more, layout=layout.value)
+    sources, dim, how, more, *fill = moved
+    given = (sources, cp_axis, dim, how, *more)
+    number = fill[0] if fill else 0.0
+    return cp_move_tokens(*given, fill=number, layout=layout.value)
 
 
 def _split(
@@ -159,14 +164,14 @@ def _slice_backward(
 
 def _pad(cp_axis: MeshAxis, x: Any, pad: Sequence[int], value: float = 0.0) -> Any:
     at = [i for i in range(0, len(pad), 2) if pad[i] or pad[i + 1]]
-    if len(at) != 1 or value:
-        return None
+    if len(at) != 1 or (value and not x.dtype.is_floating_point):
+        return None  # of labels every rank has all as they are
     dim = x.ndim - 1 - at[0] // 2
     before, after = pad[at[0]], pad[at[0] + 1]
     tokens = x.shape[dim] + before + after
     if not is_cut(x, cp_axis, dim) or are_few(tokens, cp_axis.size):
         return None
-    return [x], dim, "pad", (before, after, "constant")
+    return [x], dim, "pad", (before, after, "constant"), value
 
 
 def _roll(

@@ -34,7 +34,8 @@ from tests.support.moved_programs import (
 )
 from tests.support.profiled_messages import Messages, differences
 
-WRITTEN = ("tokens written by row", "deeper tokens", "added tokens")
+# Where each sequence has its own positions, all tokens are gathered for the writes.
+BY_ROW = ("tokens written by row", "deeper tokens")
 FEW = 24  # tokens that a rank receives in all exchanges together
 
 
@@ -100,16 +101,15 @@ def test_few_tokens_travel(name, world, batch, tokens, how):
     found = run(name, world, batch, tokens, how == "checkpoints", options)
     elsewhere = name in ("backwards", "every second", "parts")
     elsewhere |= name == "draft" and tokens < 2048
+    few = FEW * batch * WORDS * 8
     if how == "inductor":
-        assert found["gathers"] == 0 or name in WRITTEN
-    elif how in LAYOUTS and elsewhere:
-        assert found["gathers"] == 0 and found["unlisted"] == []
+        assert found["gathered"] <= few or name in BY_ROW
     elif how in LAYOUTS:
-        assert found["warnings"] == []
-        written = 4 if name in WRITTEN else 0  # at other positions
-        assert found["gathered"] <= written * batch * WORDS * 8
-        assert found["exchanged"] <= FEW * batch * WORDS * 8
         assert found["unlisted"] == []
+        if name not in BY_ROW:
+            assert found["gathered"] <= few
+        if not elsewhere:
+            assert found["warnings"] == [] and found["exchanged"] <= few
 
 
 @pytest.mark.parametrize("name", ["flat loss", "policy loss", "entropy"])
