@@ -30,7 +30,8 @@ replicated, or all of these lie alike.
 Shifts of bits, `x >> 4`, return x: DTensor takes `__rshift__` for a call in place, by
 the end of its name.
 
-Products of int8, `_int_mm`, have no rule; that of `mm` is theirs.
+Products of int8, `_int_mm`, have no rule; that of `mm` is theirs. Nor have the views
+that a functional scan has in its steps, `view_copy` and `detach_copy`.
 
 Nor have backwards of functions that work element by element, if torch does not tag them
 so: softplus, prelu and others. The decomposition gives the same answer, and takes
@@ -84,6 +85,8 @@ RULES_OF_OTHERS = {
     aten._unsafe_index.Tensor: aten.index.Tensor,
     aten._unsafe_index_put.default: aten.index_put.default,
     aten._int_mm.default: aten.mm.default,
+    aten.detach_copy.default: aten.detach.default,
+    aten.view_copy.default: aten.view.default,
 }
 COUNTED = (aten.topk.default, aten.kthvalue.default, aten.histc.default)
 
