@@ -49,7 +49,7 @@ def constants(
         return found
     (length,) = lengths
     graph = call.module.graph
-    inputs = graph.find_nodes(op="placeholder")
+    inputs = graph.find_nodes(op="placeholder")[len(call.symbols) :]
     for node in graph.nodes:
         if node.target is aten.index_put.default and _writes_tokens(node, call, order):
             return None

@@ -28,6 +28,8 @@ from cpcompile.cost.plans import Plan
 from cpcompile.cost.relayout_cost import relayout_seconds, reorder_seconds
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout, TokenLayout
+from cpcompile.geometry.lengths import expected
+from cpcompile.geometry.tensor_sizes import bytes_of
 from cpcompile.geometry.token_pieces import Piece, move_of
 from cpcompile.logs import warn_unmet
 from cpcompile.ops.comm.moved_tokens import WHOLE
@@ -315,13 +317,11 @@ class _Ordering:
         """Return the seconds to send tokens of a value."""
         # Not by the entries that this rank has: it may have no token.
         sizes = [n for i, n in enumerate(value._local_tensor.shape) if i != dim]
-        size = math.prod(sizes) * tokens * value.element_size()
+        size = math.prod(map(expected, sizes)) * tokens * value.element_size()
         return relayout_seconds(self.ctx.profile, self.ctx.ranks, size)
 
     def _reorder_seconds(self, values: Iterable[Any]) -> float:
-        sizes = [
-            math.prod(x.shape) * x.element_size() for x in values if self._has_tokens(x)
-        ]
+        sizes = [bytes_of([x]) for x in values if self._has_tokens(x)]
         return sum(reorder_seconds(self.ctx.profile, size) for size in sizes)
 
     def _move_seconds(
