@@ -114,16 +114,16 @@ def _index_add(x: Any, dim: int, index: Any, values: Any, *, cp_axis: MeshAxis) 
 
 
 def _add_rows(cp_axis: MeshAxis, x: DTensor, values: Any, dim: int, index: Any) -> Any:
-    """Add rows to x, in parts along a dimension: each rank those of its part."""
+    """Add rows to x, in contiguous parts: each rank those of its part."""
     index, rows = (_whole(y) if isinstance(y, DTensor) else y for y in (index, values))
-    local, length = x._local_tensor, x.shape[dim]
-    count, rank = local.shape[dim], cp_axis.mesh.get_local_rank(cp_axis.axis)
-    if count:
-        place = index - Chunks(length, cp_axis.size).start(rank)
+    local, rank = x._local_tensor, cp_axis.mesh.get_local_rank(cp_axis.axis)
+    if count := local.shape[dim]:
+        place = index - Chunks(x.shape[dim], cp_axis.size).start(rank)
         mine = (place >= 0) & (place < count)
         own = mine.view(-1, *[1] * (rows.ndim - 1 - dim))
         added = torch.where(own, rows, rows.new_zeros(()))
-        local = aten.index_add.default(local, dim, place.clamp(0, count - 1), added)
+        at = [*[None] * dim, place.clamp(0, count - 1)]
+        local = aten.index_put.default(local, at, added, True)  # see cut_constants
     return _placed(local, x, cp_axis, Shard(dim), x.shape)
 
 

@@ -199,6 +199,9 @@ HEADS_OF: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "tokens written by row": written_by_row,
     "deeper tokens": deeper,
     "added tokens": added,
+    "rows added": lambda m, x, ids: m.attend(
+        x.index_add(1, torch.tensor([20, 3, 50]), m.registers.expand(len(x), -1, -1))
+    ),
     "kept tokens": kept,
     "hidden tokens": hidden_tokens,
     "last valid token": last_valid,

@@ -99,7 +99,7 @@ def test_few_tokens_travel(name, world, batch, tokens, how):
     options = {"layout": how} if how in LAYOUTS else {}
     options |= {"inner": "inductor"} if how == "inductor" else {}
     found = run(name, world, batch, tokens, how == "checkpoints", options)
-    elsewhere = name in ("backwards", "every second", "parts")
+    elsewhere = name in ("backwards", "every second", "parts", "rows added")
     elsewhere |= name == "draft" and tokens < 2048
     few = FEW * batch * WORDS * 8
     if how == "inductor":
