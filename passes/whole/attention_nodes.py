@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.fx as fx
+from torch import Tensor
 
 from cpcompile.geometry.layout import Layout
 from cpcompile.logs import warn_once
@@ -18,6 +19,7 @@ from cpcompile.torch_private import pytree
 from cpcompile.torch_private.operators import OpOverload
 
 from ..graph.cp_attention import OPERATORS, PLAN
+from ..graph.nodes import value_of
 from ..joint.tiling import sink_slices
 from .composition_rules import COMPOSITIONS
 from .local_values import LocalValues
@@ -126,20 +128,35 @@ def unread_masks(calls: Iterable[fx.Node], known: LocalValues) -> dict[int, Any]
     return found
 
 
+def _makers(mask: Any) -> set[fx.Node]:
+    """Return the calls that make a mask, and what has all its pairs, on the way."""
+    pairs, waiting, found = value_of(mask).numel(), [mask], set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in found or node.op != "call_function":
+            continue
+        value = value_of(node)
+        if not isinstance(value, Tensor) or value.numel() >= pairs:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return {x for x in found if not getattr(x.target, "is_view", False)} or {mask}
+
+
 def note_masks(found: dict[int, Any], known: LocalValues) -> None:
     """Write `findings.mask_forms`; found: by `unread_masks`, of the finished graph.
 
     Where every rank has a large mask, its rows are cut before they are made.
     """
-    if any(found.values()):
+    makers = {number: _makers(x) for number, x in found.items() if x is not None}
+    if makers:
         sink_slices.sink(known.graph, sink_slices.LEAST_BYTES)
     findings, left = known.ctx.findings, set(known.graph.nodes)
-    for number, node in found.items():
+    for number in found:
         call = list(findings.plans)[number]
         mask = findings.masks[call]
         unread = mask.unread
         assert unread is not None, "it was not read"
-        if node not in left:
+        if left.isdisjoint(makers.get(number, ())):
             findings.mask_forms[number] = "by rows"
             continue
         findings.mask_forms[number] = f"whole on every rank ({unread.bytes} bytes)"

@@ -77,6 +77,9 @@ def sink(graph: fx.Graph, least: int) -> int:
 
 def _sink(graph: fx.Graph, least: int) -> int:
     all_cuts = [cut for x in graph.nodes if (cut := _cut(x, least)) is not None]
+    # Of a part of a part only the last one counts.
+    parts = {x.reader for x in all_cuts if x.reader is not x.node}
+    all_cuts = [x for x in all_cuts if x.node not in parts]
     read = Counter[tuple[fx.Node, int]]()
     for (value, dim, _), count in {
         (cut.value, cut.dim, cut.which): cut.count for cut in all_cuts
@@ -92,13 +95,23 @@ def _sink(graph: fx.Graph, least: int) -> int:
     with detect_fake_mode(list(inputs)) or nullcontext():
         for cut in cuts:
             moved_axes = {x: axis for x, axis in cones[cut].items() if x in moved}
-            if cut.value in moved_axes and not all(map(is_view, moved_axes)):
+            if cut.value in moved_axes and _is_worth_it(moved_axes):
                 _move(cut, moved_axes, order, copies)
                 done += 1
     if done:
         graph.eliminate_dead_code()
         graph.lint()
     return done
+
+
+def _is_worth_it(moved: dict[fx.Node, TokenAxis]) -> bool:
+    """Tell whether less is computed, or a cut comes to another one."""
+    return not all(map(is_view, moved)) or any(
+        _is_part(x, axis.dim)
+        for node, axis in moved.items()
+        for x in node.all_input_nodes
+        if value_of(x).ndim == value_of(node).ndim and axis.outer == 1
+    )
 
 
 def _cut(node: fx.Node, least: int) -> _Cut | None:
@@ -126,6 +139,12 @@ def _cut(node: fx.Node, least: int) -> _Cut | None:
         return None
     shape = value_of(value).shape
     dim %= len(shape)
+    if which[0] is aten.slice.Tensor:
+        while _is_part(value, dim) and len(value.users) == 1:
+            start: Any = value.args[2]  # of what this one takes a part of
+            which = (aten.slice.Tensor, *(n + start for n in which[1:]))
+            reader, value = value, value.all_input_nodes[0]
+        shape = value_of(value).shape
     is_number = all(is_same(n, 1) for n in shape[dim + 1 :])  # of each token
     if value.op != "call_function" or not bytes_of(node):
         return None
@@ -133,6 +152,17 @@ def _cut(node: fx.Node, least: int) -> _Cut | None:
         return None
     count = value_of(node).shape[dim]
     return _Cut(reader, node, value, dim, shape[dim], count, which)
+
+
+def _is_part(node: fx.Node, dim: int) -> bool:
+    """Tell whether a call takes some neighbours along a dimension."""
+    args: tuple[Any, ...] = node.args
+    return (
+        node.target is aten.slice.Tensor
+        and len(args) == 4
+        and args[1] % value_of(node).ndim == dim
+        and all(isinstance(n, int) and n >= 0 for n in args[2:])
+    )
 
 
 def _cone(cut: _Cut) -> dict[fx.Node, TokenAxis]:

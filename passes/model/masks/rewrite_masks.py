@@ -9,8 +9,8 @@
 A mask takes these steps. Its computation is traced to a program of few kinds of calls
 (analysis/mask_program). The program is read as a formula, of which parts are key
 ranges, segment ids, or neither (analysis/mask_meaning). The reading is written as nodes
-(analysis/mask_writer, analysis/dense_bias). Nodes that only the mask needed are erased
-(erase_masks).
+(analysis/mask_writer); where a part is neither, the model's own mask is added as a
+bias. Nodes that only the mask needed are erased (erase_masks).
 
 What is read is exact, or the mask stays a bias. Where it would stay one, the values of
 buffers are read (analysis/constant_masks); the program is right for these values only,
@@ -37,8 +37,6 @@ from cpcompile.geometry.lengths import (
 )
 from cpcompile.geometry.masks import Mask
 
-from ...flow.flow import Flows
-from ...flow.token_sources import token_sources
 from ...graph.context import AttentionCall, Context, MaskSource
 from ...graph.effects import written_by
 from ...graph.graph_pass import graph_pass
@@ -49,9 +47,7 @@ from ...graph.nodes import (
     fake_value,
     region_arguments,
 )
-from ...graph.sequence_tokens import SequenceDim, TokenDim
 from .analysis.constant_masks import by_value, fold_constants
-from .analysis.dense_bias import DenseBiasWriter, RowsOf
 from .analysis.mask_meaning import MaskMeaning, read_mask
 from .analysis.mask_program import (
     MaskProgram,
@@ -66,7 +62,7 @@ from .analysis.mask_program import (
 from .analysis.mask_writer import MaskWriter
 from .any_length.rewrite_any_length import AnyLengthWriter, at_longest
 from .erase_masks import drop_mask, erase_masks
-from .unread_masks import may_be_row_parallel, unread_mask
+from .unread_masks import bias_of, unread_mask
 from .write_masks import fits, meanings, write, write_causal_limits
 
 log = logging.getLogger(__name__)
@@ -121,9 +117,7 @@ class _Finder:
         self.outer = dict(region_arguments(graph))
         self.regions = Regions(graph)
         self.sources: list[MaskSource] = []
-        device = fake_value(ctx.findings.calls[0].q).device.type
-        self.flows = Flows(self.fake_mode, device)
-        self.readings: dict[Any, Mask | MaskMeaning] = {}
+        self.readings: dict[Any, tuple[MaskMeaning, Mask | None]] = {}
         self.problems: dict[Any, str] = {}
 
     def find(self, call: AttentionCall) -> AttentionCall:
@@ -139,15 +133,15 @@ class _Finder:
         try:
             if self.regions.is_shared(call.node.graph):
                 raise Unreadable("it is used in a region that runs several times")
-            reading = self._read(call)
+            meaning, reading = self._read(call)
         except Unreadable as problem:
             if call.score_mod:  # which hides keys by itself
                 return self._dropped(call)
             return self._unread(call, str(problem))
-        if isinstance(reading, MaskMeaning):  # causal, or nothing
-            drop_mask(call.node, reading.is_causal)
-            log.debug("mask of %s: %s", call.path, reading.text or "hides nothing")
-            return replace(call, mask=None, is_causal=reading.is_causal)
+        if reading is None:  # causal, or nothing
+            drop_mask(call.node, meaning.is_causal)
+            log.debug("mask of %s: %s", call.path, meaning.text or "hides nothing")
+            return replace(call, mask=None, is_causal=meaning.is_causal)
         inside: dict[str, Any] = {
             name: self.regions.bring_in(node, call.node.graph)
             for name, node in vars(reading).items()
@@ -158,6 +152,8 @@ class _Finder:
             mask = replace(mask, bias=None)
             if mask.key_ranges is None and mask.q_segment_ids is None:
                 return self._dropped(call)
+        elif meaning.is_dense:
+            mask = replace(mask, bias=bias_of(call))
         return self._masked(call, mask)
 
     def _dropped(self, call: AttentionCall) -> AttentionCall:
@@ -169,8 +165,11 @@ class _Finder:
         self.ctx.findings.masks[call] = mask
         return call
 
-    def _read(self, call: AttentionCall) -> Mask | MaskMeaning:
-        """Read the mask of a call, once for all calls with this mask."""
+    def _read(self, call: AttentionCall) -> tuple[MaskMeaning, Mask | None]:
+        """Read the mask of a call, once for all calls with this mask.
+
+        Returns what it says, and its nodes unless it is merely causal, or nothing.
+        """
         assert call.mask is not None
         at = self.place[call.node]
         mask = resolve(call.mask, self.outer)
@@ -178,8 +177,7 @@ class _Finder:
         source = source_of(mask, self.order[:at], writes, self.outer)
         sizes = (call.q_shape[0], call.q_shape[-2], call.k_shape[-2])
         of_call = (len(call.q_shape), sizes, call.changes_scores, call.sinks is None)
-        row_parallel = may_be_row_parallel(call, self.ctx, self.outer)
-        key = (source.mask, source.nodes, *of_call, row_parallel)
+        key = (source.mask, source.nodes, *of_call)
         if key in self.problems:
             raise Unreadable(self.problems[key])
         if key not in self.readings:
@@ -193,7 +191,7 @@ class _Finder:
 
     def _new(
         self, source: MaskSource, call: AttentionCall, sizes: _Sizes
-    ) -> Mask | MaskMeaning:
+    ) -> tuple[MaskMeaning, Mask | None]:
         until = source.until
         if until is not None and until.graph is not self.graph:
             raise Unreadable(f"{until.name} writes into an input of the graph")
@@ -210,7 +208,7 @@ class _Finder:
         }
         try:
             reading = _read(program, call, sizes)
-            if buffers and not reading.is_exhaustive:
+            if buffers and reading.is_dense:
                 read_by_value = self._by_value(program, buffers, call, sizes)
                 if read_by_value is not None:
                     return self._written(*read_by_value, until, call, sizes)
@@ -223,7 +221,7 @@ class _Finder:
 
     def _for_any_length(
         self, program: MaskProgram, until: fx.Node | None, call: AttentionCall
-    ) -> Mask | MaskMeaning:
+    ) -> tuple[MaskMeaning, Mask | None]:
         """Read a mask where the length of the sequence is a symbol."""
         length = self.ctx.length
         tokens = (fake_value(x).shape[-2] for x in (call.q, call.k))
@@ -236,7 +234,7 @@ class _Finder:
         try:
             program = fold_constants(longest.program)
             reading = _read(program, call, sizes, any_length=True)
-            if not reading.is_exhaustive:
+            if reading.is_dense:
                 raise Unreadable("a bias of pairs is added")
             maker = partial(AnyLengthWriter, longest)
             mask = self._written(program, reading, until, call, sizes, maker)
@@ -253,13 +251,13 @@ class _Finder:
         call: AttentionCall,
         sizes: _Sizes,
     ) -> tuple[MaskProgram, MaskMeaning] | None:
-        """Read a mask with buffers as constants; None if a bias of them is left."""
+        """Read a mask with buffers as constants; None if that says nothing of it."""
         try:
-            program, constants = by_value(program, buffers)
+            program = by_value(program, buffers)
             reading = _read(program, call, sizes)
         except Unreadable:
             return None
-        if reading.reads(constants):
+        if reading.is_dense and reading.key_ranges is None and reading.ids is None:
             return None
         self.ctx.findings.read_by_value |= buffers.keys()
         return program, reading
@@ -272,48 +270,21 @@ class _Finder:
         call: AttentionCall,
         sizes: _Sizes,
         maker: Callable[..., MaskWriter] = MaskWriter,
-    ) -> Mask | MaskMeaning:
+    ) -> tuple[MaskMeaning, Mask | None]:
         plain = reading.is_causal and not (call.changes_scores or reading.added)
         if plain or reading.hides_nothing:
-            return reading
+            return reading, None
         assert call.mask is not None
         anchor = until or self.regions.anchor(call.node)
         with self.graph.inserting_before(anchor):
             device = fake_value(call.q).device
             writer = maker(self.graph, call.node, program, self.fake_mode, device)
             try:
-                tokens = sizes[0] * (sizes[1] + sizes[2])
-                pairs = DenseBiasWriter(writer, tokens, self._rows_of(call))
-                value = fake_value(call.mask)
-                mask = write(pairs, reading, meanings(call), sizes, value)
+                mask = write(writer, reading, sizes, fake_value(call.mask))
             except Unreadable:
                 writer.undo()
                 raise
-        return mask
-
-    def _rows_of(self, call: AttentionCall) -> RowsOf | None:
-        """Return proofs that calls are row by row, for a mask too large to be whole.
-
-        None for any other mask.
-        """
-        assert call.mask is not None
-        if not may_be_row_parallel(call, self.ctx, self.outer):
-            return None
-
-        def rows_of(node: fx.Node, dim: int, number: int | None) -> dict[fx.Node, int]:
-            for x in (node, *node.all_input_nodes):  # the program has it as "val"
-                x.meta.setdefault("example_value", x.meta["val"])
-            value = node.meta["val"] if number is None else node.meta["val"][number]
-            rows = int(value.shape[dim])
-            wanted = SequenceDim(TokenDim(dim), rows)
-            sources = list(token_sources(self.flows, node, wanted, number))
-            return {
-                x: at.dim
-                for x, at in sources
-                if at.outer == 1 and x.meta["val"].shape[at.dim] == rows
-            }
-
-        return rows_of
+        return reading, mask
 
     def _unread(self, call: AttentionCall, problem: str) -> AttentionCall:
         """Keep a mask as a bias of pairs, see Note [Masks that cannot be read]."""

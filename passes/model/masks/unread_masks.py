@@ -12,15 +12,19 @@ generator. Where it is computed from sharded values, DTensor decides: the scores
 indexer are sharded along its queries, and so are topk and scatter of them. The operator
 of the call cuts what lies whole on every rank, which sends nothing.
 
-A mask that `is_large` is computed by rows if it is plain, and every call on the way is
-proved to treat each row alike (analysis/dense_bias). Else it is whole, too, counts as
-memory of its call, and one warning states its bytes (whole/note_masks).
+The cut then sinks through the calls that are proved to treat each row alike
+(joint/tiling/sink_slices), so that no rank makes all pairs. Where a mask that
+`is_large` stays whole, it counts as memory of its call, and one warning states its
+bytes (whole/attention_nodes).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx as fx
+from torch import Tensor
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.geometry.masks import Mask, Unread
@@ -67,21 +71,6 @@ def mask_bytes(call: AttentionCall) -> int:
     return int(value.numel()) * int(value.element_size())
 
 
-def may_be_row_parallel(
-    call: AttentionCall, ctx: Context, outer: dict[fx.Node, fx.Node]
-) -> bool:
-    """Tell whether a mask that cannot be read should be computed row by row.
-
-    Of sharded values DTensor makes rows by itself.
-    """
-    assert call.mask is not None
-    value = fake_value(call.mask)
-    if any(map(is_symbol, value.shape)):
-        return False
-    large = is_large(mask_bytes(call), call, ctx)
-    return large and not follows_tokens(call.mask, ctx, outer)
-
-
 def unread_mask(
     call: AttentionCall,
     ctx: Context,
@@ -98,30 +87,27 @@ def unread_mask(
         is_whole=not follows_tokens(call.mask, ctx, outer),
     )
     text = dense_text(fake_value(call.mask))
-    with call.node.graph.inserting_before(call.node):
-        return Mask(text, bias=_as_bias(call), unread=unread)
+    return Mask(text, bias=bias_of(call), unread=unread)
 
 
-def _as_bias(call: AttentionCall) -> fx.Node:
+def bias_of(call: AttentionCall) -> fx.Node:
+    """Write a mask as it is: a bias in four dimensions, with a row for every query."""
     node = call.mask
     assert node is not None
     value = fake_value(node)
-    while value.ndim < 4:
-        dim = 1 if meanings(call) == "BQK" and value.ndim == 3 else 0
-        value = value.unsqueeze(dim)
-        node = insert_call(
-            call.node.graph, torch.unsqueeze, (node, dim), like=call.node, value=value
-        )
-    shape = (*map(int, value.shape[:2]), call.q_shape[-2], call.k_shape[-2])
-    if tuple(value.shape) == shape:
-        return node
-    return insert_call(
-        call.node.graph,
-        torch.Tensor.expand,
-        (node, shape),
-        like=call.node,
-        value=value.expand(shape),
-    )
+    with call.node.graph.inserting_before(call.node):
+        while value.ndim < 4:
+            dim = 1 if meanings(call) == "BQK" and value.ndim == 3 else 0
+            value = value.unsqueeze(dim)
+            node = _insert(call, torch.unsqueeze, (node, dim), value)
+        shape = (*map(int, value.shape[:2]), call.q_shape[-2], call.k_shape[-2])
+        if tuple(value.shape) == shape:
+            return node
+        return _insert(call, torch.Tensor.expand, (node, shape), value.expand(shape))
+
+
+def _insert(call: AttentionCall, target: Any, args: Any, value: Tensor) -> fx.Node:
+    return insert_call(call.node.graph, target, args, like=call.node, value=value)
 
 
 def follows_tokens(mask: fx.Node, ctx: Context, outer: dict[fx.Node, fx.Node]) -> bool:
@@ -144,7 +130,7 @@ def follows_tokens(mask: fx.Node, ctx: Context, outer: dict[fx.Node, fx.Node]) -
 
 def _brings_tokens(node: fx.Node, ctx: Context) -> bool:
     value = fake_value(node)
-    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    floats = isinstance(value, Tensor) and value.is_floating_point()
     if node.op == "placeholder":
         graph_input = ctx.inputs.get(node)
         return floats and graph_input is not None and graph_input.kind in _OF_TOKENS

@@ -26,9 +26,8 @@ from ...graph.nodes import (
     fake_value,
     insert_call,
 )
-from .analysis.dense_bias import DenseBiasWriter
 from .analysis.mask_meaning import MaskMeaning
-from .analysis.mask_writer import cp_constant, cp_constant_until
+from .analysis.mask_writer import MaskWriter, cp_constant, cp_constant_until
 from .any_length.rewrite_any_length import longest_length
 from .erase_masks import drop_mask
 
@@ -82,30 +81,19 @@ def meanings(call: AttentionCall) -> str:
 
 
 def write(
-    pairs: DenseBiasWriter,
-    reading: MaskMeaning,
-    meanings: str,
-    sizes: tuple[int, int, int],
-    value: Tensor,
+    writer: MaskWriter, reading: MaskMeaning, sizes: tuple[int, int, int], like: Tensor
 ) -> Mask:
-    """Write the nodes of a reading at the insertion point."""
+    """Write the nodes of a reading at the insertion point.
+
+    like: the value of the mask. Where that has no gradient, its bias has none.
+    """
     _, queries, keys = sizes
-    writer = pairs.writer
     bias = None
     if reading.added is not None:
         assert reading.distances is not None, "what is added has a reader"
-        bias = reading.distances.write(pairs, reading.added)
-        bias = pairs.with_gradient_of(bias, value)
-    elif reading.cases is not None:
-        bias = pairs.cases(reading.cases, value.dtype)
-    elif reading.bias is not None:
-        bias = pairs.pairs(reading.bias)
-        if meanings == "BQK" and fake_value(bias).ndim == 3:
-            bias = writer.call(torch.ops.aten.unsqueeze.default, bias, 1)
-    elif reading.rest is not None:
-        bias = pairs.formula(reading.rest)
-    if bias is not None and reading.added is None:
-        bias = pairs.whole_pairs(bias, queries, keys, value)
+        bias = reading.distances.write(writer, reading.added)
+        if fake_value(bias).requires_grad and not like.requires_grad:
+            bias = writer.call(torch.ops.aten.detach.default, bias)
     key_ranges = q_segment_ids = kv_segment_ids = None
     if reading.key_ranges is not None:
         key_ranges = writer.key_ranges(reading.key_ranges, queries)

@@ -27,7 +27,7 @@ def test_what_buffers_say(mesh):
     values = {"causal": READ["numbers"], "window": READ["window"]}
     values["a bias"] = STAYS["holes"]
     texts = {
-        name: traced(Masked(value), mesh=mesh).lines("slice_tensor =", "cp.ring")
+        name: traced(Masked(value), mesh=mesh).lines("unsqueeze_1 =", "cp.ring")
         for name, (value, *_) in values.items()
     }
     assert_golden(
@@ -39,9 +39,8 @@ window: ring_attention_default = cp.ring_attention(q, k, v, [cp_constant],
     sizes=[24, 24], spec='scale=0.353553 mask_key=d828ec7ab67f5c7b +key_ranges',
     group=GROUP)
 a bias:
-  slice_tensor = aten.slice.Tensor(l_self_buffers_attn_mask_, start=0,
-      end=24)  # [24, 40]
-  ring_attention_default = cp.ring_attention(q, k, v, [reshape_default], sizes=[24, 24],
+  unsqueeze_1 = unsqueeze(unsqueeze, 0)  # [1, 1, 24, 24]
+  ring_attention_default = cp.ring_attention(q, k, v, [unsqueeze_1], sizes=[24, 24],
       spec='scale=0.353553 mask_key=b681bc18c3d57afd +bias', group=GROUP)""",
     )
 

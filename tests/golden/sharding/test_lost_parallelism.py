@@ -260,24 +260,6 @@ def test_a_part_after_a_break(mesh, caplog):
     assert "remove the graph break" in idle and "cp.shard" in idle
 
 
-class FrozenTable(Block):
-    """After the break come values of no tokens, and a frozen table as long as them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Linear(WIDTH, TOKENS).requires_grad_(False)
-
-    def forward(self, x):
-        pooled = self.attend(x).mean(1)
-        torch._dynamo.graph_break()
-        return self.table(pooled)
-
-
-def test_a_frozen_table_is_no_activation(mesh, caplog):
-    run(FrozenTable(), activations(), mesh=mesh)
-    assert not [x for x in warnings(caplog) if "has no attention call" in x]
-
-
 class FrozenEmbedding(Block):
     """Nothing is trained; a hook has the results of the embedding need gradients."""
 

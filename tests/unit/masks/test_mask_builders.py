@@ -309,7 +309,7 @@ def test_what_is_large(monkeypatch):
         monkeypatch.setattr(unread_masks, "LEAST_LIMIT", least)
         found = read(attend(UNREAD["matmul"]), q, k, whole_mask_share=share)
         unread = found.masks[0].unread
-        return unread is None or unread.is_large  # read by rows, where it is large
+        return unread.is_large
 
     assert not is_large(size, 0.0)
     assert is_large(size - 1, 0.0)

@@ -32,7 +32,7 @@ from .formula import (
 from .mask_program import Unreadable
 from .sums import NoForm, RowColumnSum, calculate, compared
 from .vectors import Vector, VectorReader, constant, scalar
-from .views import View, operand, rearranged
+from .views import View, is_pointwise, operand, rearranged
 
 aten = torch.ops.aten
 _MOST_CASES = 16
@@ -159,18 +159,6 @@ class CaseReader:
         if rule is not None and view.dtype == torch.bool:
             return rule(*map(_truth, operands))
         return _combined(view.dtype, target, operands, kwargs)
-
-
-def is_pointwise(target: Any) -> bool:
-    """Tell whether a call computes every element from one element of each operand.
-
-    Calls with random results do not count.
-    """
-    return target is aten._to_copy.default or (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.pointwise in target.tags
-        and torch.Tag.nondeterministic_seeded not in target.tags
-    )
 
 
 def _one(vector: Vector) -> Read:

@@ -55,7 +55,7 @@ def fold_constants(program: MaskProgram) -> MaskProgram:
         and any(user in moving or user.op == "output" for user in node.users)
     ]
     if folded:
-        program, _ = _fold(program, folded)
+        program = _fold(program, folded)
         depths = _depths(graph)
     steps = max(depths.values(), default=0)
     if steps > _MOST_STEPS:
@@ -63,13 +63,10 @@ def fold_constants(program: MaskProgram) -> MaskProgram:
     return program
 
 
-def by_value(
-    program: MaskProgram, buffers: Mapping[fx.Node, Tensor]
-) -> tuple[MaskProgram, set[fx.Node]]:
+def by_value(program: MaskProgram, buffers: Mapping[fx.Node, Tensor]) -> MaskProgram:
     """Replace values that depend on no inputs but these buffers by constants.
 
-    buffers: values of the model's nodes. Returns the program, and its constants.
-    Raises: Unreadable, if a step is too large.
+    buffers: values of the model's nodes. Raises: Unreadable, if a step is too large.
     """
     module, inputs = copy.deepcopy(program.module), program.inputs
     nodes = dict(zip(program.module.graph.nodes, module.graph.nodes, strict=True))
@@ -103,18 +100,14 @@ def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
     return depths
 
 
-def _fold(
-    program: MaskProgram, folded: Iterable[fx.Node]
-) -> tuple[MaskProgram, set[fx.Node]]:
-    """Replace these nodes by constants; returns the program, and the constants."""
+def _fold(program: MaskProgram, folded: Iterable[fx.Node]) -> MaskProgram:
+    """Return the program with constants in the place of these nodes."""
     module, result = program.module, program.result
-    constants = set()
     for node, value in _values(module, list(folded)).items():
         read = _attribute(module, node, f"cp_constant_of_{node.name}", value)
-        constants.add(read)
         result = read if result is node else result
     module.graph.eliminate_dead_code()
-    return replace(program, result=result), constants
+    return replace(program, result=result)
 
 
 def _attribute(

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from .cases import CaseReader, Cases
 from .constant_masks import formula_of
-from .dense_bias import DenseBiasWriter, operands_of
 from .formula import (
     EVERYWHERE,
     NOWHERE,
@@ -32,9 +31,10 @@ from .formula import (
     negated,
 )
 from .mask_program import Unreadable
+from .mask_writer import MaskWriter
 from .sums import NoForm, RowColumnSum
 from .vectors import Vector, require_small
-from .views import MEANINGS, MaskAxis, View, operand, rearranged
+from .views import MEANINGS, MaskAxis, View, operand, operands_of, rearranged
 
 aten = torch.ops.aten
 _HIDES = -1e30  # no score makes up for it
@@ -170,19 +170,19 @@ class DistanceReader:
         else:
             self.reader.vectors.read(added.view)
 
-    def write(self, pairs: DenseBiasWriter, added: Added) -> fx.Node:
+    def write(self, writer: MaskWriter, added: Added) -> fx.Node:
         """Write a value that was checked as [B or 1, H or 1, Sq + Sk - 1 or Sk]."""
-        call, view = pairs.writer.call, added.view
+        call, view = writer.call, added.view
         if added.is_by_distance:
             axes = tuple(MaskAxis(meaning) for meaning in MEANINGS)
-            value = self._value(pairs, view)
-            value = pairs.arranged(value, view, View(view.node, axes))
+            value = self._value(writer, view)
+            value = writer.arranged(value, view, View(view.node, axes))
         else:
-            value = pairs.writer.vector(self.reader.vectors.read(view))
+            value = writer.vector(self.reader.vectors.read(view))
             while value.meta["example_value"].ndim < len(MEANINGS):
                 value = call(aten.unsqueeze.default, value, 0)
             shape = value.meta["example_value"].shape
-            keys = pairs.writer.size(self.keys)
+            keys = writer.size(self.keys)
             value = call(aten.expand.default, value, [*shape[:3], keys])
         value = call(aten.squeeze.dim, value, MEANINGS.index("Q"))
         for dtype in added.dtypes:
@@ -212,7 +212,7 @@ class DistanceReader:
                 raise NoForm(f"{view.node.name} picks from another dimension")
             self._check(original)
         elif view.node.target is not aten.full.default and view.node.op != "get_attr":
-            for operand_view in operands_of(view, None).values():
+            for operand_view in operands_of(view).values():
                 self._check(operand_view)
 
     def _numbers(self, view: View) -> Tensor | None:
@@ -281,9 +281,8 @@ class DistanceReader:
         minus = Vector(b.like, -b.value)
         return RowColumnSum(a, minus) if a.is_rows else RowColumnSum(minus, a)
 
-    def _value(self, pairs: DenseBiasWriter, view: View) -> fx.Node:
+    def _value(self, writer: MaskWriter, view: View) -> fx.Node:
         """Write a checked view of one query, whose keys are at all distances."""
-        writer = pairs.writer
         if not view.is_pairwise:
             return writer.copy(view.node)
         numbers = self._numbers(view)
@@ -292,18 +291,18 @@ class DistanceReader:
             return writer.distances(numbers.to(view.dtype).view(shape))
         original = rearranged(view)
         if original is not None:
-            return pairs.arranged(self._value(pairs, original), original, view)
+            return writer.arranged(self._value(writer, original), original, view)
         node = view.node
         if node.op == "get_attr":
             known_pairs = self._constant(view)
             assert known_pairs is not None, "it was checked"
             axes = tuple(MaskAxis(meaning) for meaning in MEANINGS)
-            return pairs.arranged(writer.constant(known_pairs), View(node, axes), view)
+            return writer.arranged(writer.constant(known_pairs), View(node, axes), view)
         if node.target is aten.full.default:
             one = [1] * len(view.axes)
             return writer.call(aten.full.default, one, node.args[1], **node.kwargs)
         replacements = {
-            x: self._value(pairs, operand_view)
-            for x, operand_view in operands_of(view, None).items()
+            x: self._value(writer, operand_view)
+            for x, operand_view in operands_of(view).items()
         }
         return writer.copy_call(node, replacements)

@@ -6,27 +6,19 @@ k <= q & k > q - 8 & document[q] == document[k] & attention_mask[k]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 
-from .cases import CaseReader, Cases
+from .cases import CaseReader
 from .distances import Added, DistanceReader, MaskParts, take_apart
 from .documents import can_be_ids, ids, same_tokens, within_documents
 from .formula import (
-    And,
     Compare,
-    Dense,
     Formula,
-    Not,
     Only,
-    Or,
-    both,
     conjunction,
 )
 from .intervals import (
@@ -39,8 +31,8 @@ from .intervals import (
 )
 from .mask_program import MaskProgram, Unreadable
 from .sums import NoForm
-from .vectors import Vector, VectorReader, call
-from .views import View, root_view
+from .vectors import Vector, VectorReader, call, require_small
+from .views import View, operands_of, root_view
 
 aten = torch.ops.aten
 
@@ -49,59 +41,24 @@ aten = torch.ops.aten
 class MaskMeaning:
     """Key ranges, segment ids and biases that a mask was read as.
 
-    key_ranges: per row; None if all keys are within. ids: of rows and of columns. rest:
-    a bool bias as a formula. bias: the whole mask, where it has no formula; cases: the
-    same mask as numbers that formulas choose among, if it has that form. added: a value
-    that `distances` writes.
+    key_ranges: per row; None if all keys are within. ids: of rows and of columns.
+    is_dense: whether the model's own mask has to be added, too, for what neither says.
+    added: a value that `distances` writes.
     """
 
     text: str
     key_ranges: Intervals | None = None
     ids: tuple[Vector, Vector] | None = None
-    rest: Formula | None = None
-    bias: View | None = None
-    cases: Cases | None = None
+    is_dense: bool = False
     added: Added | None = None
     distances: DistanceReader | None = None
     is_causal: bool = False
 
     @property
-    def is_exhaustive(self) -> bool:
-        """True if nothing is left to a bias of pairs."""
-        return self.rest is None and self.bias is None
-
-    def reads(self, nodes: Set[fx.Node]) -> bool:
-        """Tell whether the bias that is left is computed from one of these nodes.
-
-        A mask that is a bias as a whole counts as one that is.
-        """
-        if self.bias is not None:
-            return True
-        stack = [view.node for view in _pairs(self.rest)]
-        visited: set[fx.Node] = set()
-        while stack:
-            node = stack.pop()
-            if node not in visited:
-                visited.add(node)
-                stack.extend(node.all_input_nodes)
-        return bool(visited & nodes)
-
-    @property
     def hides_nothing(self) -> bool:
         """True if there might as well be no mask."""
-        fields = (self.key_ranges, self.ids, self.rest, self.bias, self.added)
-        return not self.is_causal and all(x is None for x in fields)
-
-
-def _pairs(formula: Formula | None) -> Iterator[View]:
-    """Yield the parts of a formula that have to be computed for pairs."""
-    if isinstance(formula, Dense):
-        yield formula.view
-    elif isinstance(formula, Not):
-        yield from _pairs(formula.part)
-    elif isinstance(formula, And | Or):
-        for part in formula.parts:
-            yield from _pairs(part)
+        fields = (self.key_ranges, self.ids, self.added)
+        return not (self.is_causal or self.is_dense) and all(x is None for x in fields)
 
 
 def read_mask(
@@ -121,14 +78,24 @@ def read_mask(
 
     Raises: Unreadable, if a part of it has to be computed for all pairs at once.
     """
-    batch, queries, keys = sizes
-    vectors = VectorReader(program, batch * (queries + keys))
+    vectors = VectorReader(program, sizes[0] * (sizes[1] + sizes[2]))
     root = root_view(program.result, meanings)
-    dense = MaskMeaning(dense_text(root.value), bias=root)
+    reading = _read(root, vectors, sizes, any_length, sinks)
+    if reading.is_dense:
+        _require_pairs(root, vectors)
+    return reading
+
+
+def _read(
+    root: View,
+    vectors: VectorReader,
+    sizes: tuple[int, int, int],
+    any_length: bool,
+    sinks: bool,
+) -> MaskMeaning:
+    _, queries, keys = sizes
+    dense = MaskMeaning(dense_text(root.value), is_dense=True)
     reader = CaseReader(vectors)
-    if root.dtype != torch.bool:
-        with suppress(NoForm, Unreadable):
-            dense = replace(dense, cases=reader.cases(root))
     try:
         parts = _parts(root, reader)
         distances = DistanceReader(reader, queries, keys)
@@ -144,15 +111,33 @@ def read_mask(
     ):
         return dense
     if parts.added is not None:
-        if reading.rest is not None:  # pairs are held in any case
+        if reading.is_dense:  # pairs are held in any case
             return dense
         by = "distance" if parts.added.is_by_distance else "key"
         text = ", ".join(x for x in (reading.text, f"bias by {by}") if x)
         return replace(reading, text=text, added=parts.added, distances=distances)
-    if reading.rest is not None:
+    if reading.is_dense:
         words = [x for x in (reading.text, dense.text) if x]
         reading = replace(reading, text=", ".join(words))
     return reading
+
+
+def _require_pairs(root: View, vectors: VectorReader) -> None:
+    """Raise Unreadable if a call computes several pairs of a mask at once."""
+    waiting, visited = [root], set()
+    while waiting:
+        view = waiting.pop()
+        if view.key in visited:
+            continue
+        visited.add(view.key)
+        if not view.is_pairwise:
+            require_small(view.node, vectors.tokens)
+            continue
+        original = vectors.original(view)
+        if original is not None:
+            waiting.append(original)
+        elif view.node.op == "call_function" and view.node.all_input_nodes:
+            waiting += operands_of(view).values()
 
 
 def _parts(root: View, reader: CaseReader) -> MaskParts:
@@ -214,7 +199,7 @@ def _split(
         ", ".join(dict.fromkeys(words)),
         result,
         ids(equalities, visible) if equalities or hidden else None,
-        both(*rest) if rest else None,
+        is_dense=bool(rest),
         is_causal=(
             isinstance(result, KnownIntervals)
             and not (equalities or hidden or rest)
@@ -241,7 +226,7 @@ def _sees_a_key(
 ) -> bool:
     """Tell whether it is proved that every row sees a key."""
     key_ranges = reading.key_ranges
-    if reading.rest is not None or isinstance(key_ranges, Bounds):
+    if reading.is_dense or isinstance(key_ranges, Bounds):
         return False
     if reading.ids is None:
         return key_ranges is None or bool((key_ranges.lo < key_ranges.hi).all())

@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cpcompile.geometry.lengths import expected
+from cpcompile.geometry.lengths import expected, is_symbol
 from cpcompile.torch_private.fake_tensors import (
     FakeTensorMode,
     enable_python_dispatcher,
@@ -119,12 +119,27 @@ class MaskWriter:
         args = [self.vector(x) if isinstance(x, Vector) else x for x in vector.args]
         return self.call(vector.target, *args, **vector.kwargs)
 
-    def normal(self, node: fx.Node, view: View, cut: bool = False) -> fx.Node:
+    def normal(self, node: fx.Node, view: View) -> fx.Node:
         """Write what `vectors.normal` computes of a value, as calls in the graph."""
-        for target, *args in normalising(view, cut):
+        for target, *args in normalising(view):
             operands = (self.constant(a) if isinstance(a, Tensor) else a for a in args)
             node = self.call(target, node, *operands)
         return node
+
+    def arranged(self, value: fx.Node, original: View, view: View) -> fx.Node:
+        """Bring a value of `original` to the dimensions of `view`; both may be cut."""
+        # A symbol is the only one: torch finds it out.
+        sizes = [-1 if is_symbol(n) else int(n) for n in fake_value(value).shape]
+        place = {axis.meaning: d for d, axis in enumerate(original.axes)}
+        named = [
+            place[a.meaning] for a in view.axes if a.meaning and a.meaning in place
+        ]
+        rest = [d for d in range(len(sizes)) if d not in named]
+        value = self.call(aten.permute.default, value, rest + named)
+        shape = [
+            sizes[place[a.meaning]] if a.meaning in place else 1 for a in view.axes
+        ]
+        return self.call(aten.reshape.default, value, shape)
 
     def copy(self, node: fx.Node) -> fx.Node:
         """Copy a node of the program into the graph, with all that it needs."""

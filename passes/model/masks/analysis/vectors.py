@@ -265,19 +265,15 @@ def normal(x: Tensor, view: View) -> Tensor:
     return x
 
 
-def normalising(view: View, cut: bool = False) -> Iterator[tuple[Any, ...]]:
-    """Yield the calls that `normal` makes, each with its arguments after the tensor.
-
-    cut: whether the value has only the positions that count already.
-    """
+def normalising(view: View) -> Iterator[tuple[Any, ...]]:
+    """Yield the calls that `normal` makes, each with its arguments after the tensor."""
     if not view.axes:
         return
     sizes = list(view.value.shape)
     for dim, axis in enumerate(view.axes):
         if axis.positions is not None:
             sizes[dim] = len(axis.positions)
-            if not cut:
-                yield aten.index_select.default, dim, axis.positions
+            yield aten.index_select.default, dim, axis.positions
     order = [d for m in MEANINGS for d, a in enumerate(view.axes) if a.meaning == m]
     rest = [d for d in range(len(sizes)) if d not in order]
     yield aten.permute.default, rest + order

@@ -15,6 +15,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -153,6 +154,55 @@ def picked(axis: MaskAxis, taken: Tensor, size: int) -> MaskAxis:
         return NONE
     in_order = len(taken) == size and torch.equal(taken, torch.arange(size))
     return replace(axis, positions=None if in_order else taken)
+
+
+def is_pointwise(target: Any) -> bool:
+    """Tell whether a call computes every element from one element of each operand.
+
+    Calls with random results do not count.
+    """
+    return target is aten._to_copy.default or (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.pointwise in target.tags
+        and torch.Tag.nondeterministic_seeded not in target.tags
+    )
+
+
+def operands_of(view: View) -> dict[fx.Node, View]:
+    """Return the views of all operands of a call that works pair by pair.
+
+    Raises: Unreadable, for any other call.
+    """
+    node = view.node
+    if is_pointwise(node.target):
+        return {n: operand(view, n) for n in node.all_input_nodes}
+    if node.target is aten.embedding.default:
+        weight, at = node.args[:2]
+        assert isinstance(weight, fx.Node) and isinstance(at, fx.Node)
+        return {weight: View(weight, _plain(weight)), at: View(at, view.axes[:-1])}
+    if node.target is aten.index.Tensor:
+        table, indices = node.args[:2]
+        if isinstance(table, fx.Node) and isinstance(indices, list | tuple):
+            picked = [i for i in indices if isinstance(i, fx.Node)]
+            dims = table.meta["val"].ndim
+            first = len(picked) == len(indices) and not any(
+                i.meta["val"].dtype == torch.bool for i in picked
+            )
+            after = dims - len(indices)
+            if first:
+                axes = view.axes[: len(view.axes) - after]
+                looked_up = View(node, axes)
+                index_views = {i: operand(looked_up, i) for i in picked}
+                return index_views | {table: View(table, _plain(table))}
+    if node.target is aten.index_select.default:
+        source, dim, _ = node.args
+        if view.axes[dim].meaning != "Q":  # type: ignore[index]
+            return {source: View(source, view.axes)}  # type: ignore[dict-item,arg-type]
+    raise Unreadable(f"{node.name} ({node.target}) is computed of all pairs at once")
+
+
+def _plain(node: fx.Node) -> tuple[MaskAxis, ...]:
+    return (NONE,) * int(node.meta["val"].ndim)
 
 
 # Calls whose result is a part of their argument, in other dimensions.

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_same, is_symbol
 
-from ..analysis.cases import is_pointwise
 from ..analysis.vectors import Evaluator, from_inputs
+from ..analysis.views import is_pointwise
 
 aten = torch.ops.aten
 

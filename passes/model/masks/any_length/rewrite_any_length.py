@@ -195,14 +195,14 @@ class AnyLengthWriter(MaskWriter):
                     return self.call(torch.Tensor.size, self._copied(node), dim)
         raise LengthNotSymbolic(f"no size of an attn_mask is {length}")
 
-    def normal(self, node: fx.Node, view: View, cut: bool = False) -> fx.Node:
+    def normal(self, node: fx.Node, view: View) -> fx.Node:
         """Write what `vectors.normal` computes of a value, as calls for every length.
 
         Raises: Unreadable, where only some positions count.
         """
         if any(a.positions is not None and len(a.positions) > 1 for a in view.axes):
             raise Unreadable(f"some positions of {view.node.name} count")
-        for target, *args in normalising(view, cut):
+        for target, *args in normalising(view):
             if target is aten.reshape.default:
                 (shape,) = args
                 args = [[-1 if n == self.longest.tokens else n for n in shape]]
