@@ -52,6 +52,7 @@ from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
 from .whole.ask_policies import ask_policies
 from .whole.begin_tokens import begin_tokens
+from .whole.cut_early import cut_early
 from .whole.keep_calls import keep_calls
 from .whole.keep_convolutions import keep_convolutions
 from .whole.keep_products import keep_products
@@ -94,6 +95,7 @@ WHOLE: tuple[GraphPass[WholeProgram], ...] = (
     keep_convolutions,  # before localise: pads and cuts would each be a message
     keep_rows,  # before keep_products: it reads what rows are views of
     keep_products,  # before localise: shards are not flattened
+    cut_early,  # after keep_products, whose operands are of whole dimensions
     localise,
 )
 

@@ -313,6 +313,9 @@ def product_map(node: fx.Node) -> DimMap | None:
     name = spelled(node)
     if name == "einsum":
         return _einsum(*node.args) if len(node.args) > 1 else None
+    if name == "cp_whole::product":  # see whole/keep_products
+        a, b, equation = node.args
+        return _einsum(equation, a, b)
     arguments = canonical_call(node).arguments if name in _PRODUCTS else {}
     operands = [x for x in arguments.values() if isinstance(x, fx.Node)]
     if len(operands) not in (2, 3):

@@ -6,6 +6,7 @@ Against one process in float64. A profiler counts the bytes.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cpcompile import config, logs
 from cpcompile.accounting.graph_account import Kind
+from cpcompile.passes.joint.tiling import sink_slices
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import warnings
 from tests.cpu.attention_cases import compiled_on
@@ -116,7 +118,8 @@ def test_few_tokens_travel(name, world, batch, tokens, how):
 @on_ranks(2)
 def test_losses_of_cut_logits_run_in_tiles(name):
     """Whatever the gradient is that comes in: of a mean, or of each token."""
-    with config.patch(tile_least_megabytes=1e-3), recording() as reports:
+    small = mock.patch.object(sink_slices, "LEAST_BYTES", 1000)
+    with small, config.patch(tile_least_megabytes=1e-3), recording() as reports:
         run(name, 2, 1, 96, False, {"tile": 8})
     found = [tile for report in reports for tile in report.tiles]
     assert ("logits", 8, True) in [(x.path, x.tile, x.gradients_at_once) for x in found]

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -75,6 +76,48 @@ def test_rows_of_heads(mesh):
 ~ return: return[mul, None, sum_1] -> return[mul_tensor, None, sum_dim_int_list]
 - aten._softmax, aten.mul.Tensor, aten.mul.Tensor, aten.sum.dim_IntList""",
     )
+
+
+def cut_logits(of_logits):
+    scale, head = nn.Parameter(torch.ones(8)), nn.Linear(8, 32, bias=False)
+    return lambda x: of_logits(head(x * scale)).logsumexp(-1).sum()
+
+
+def test_cut_logits(mesh):
+    """Narrow tokens are cut, and the gradient of narrow tokens is filled up."""
+    step = step_of("cut_early", cut_logits(lambda y: (y / 2)[:, :-1]), mesh)
+    assert step.rewrites == 2
+    assert_golden(
+        changes(step),
+        """\
++ slice_tensor = aten.slice.Tensor(mul, dim=1, start=0, end=-1)
++ product_default_5 = cp_whole.product(slice_tensor, primals_3, equation='abc,dc->abd')
++ div_tensor_1 = aten.div.Tensor(product_default_5, 2)
+~ logsumexp: slice_1 -> div_tensor_1
+~ sub: slice_1 -> div_tensor_1
++ div_tensor = aten.div.Tensor(mul_1, 2)
++ product_default_3 = cp_whole.product(div_tensor, slice_tensor, equation='bca,bcd->ad')
+~ t_2: product_default_1 -> product_default_3
++ product_default_4 = cp_whole.product(div_tensor, primals_3, equation='abc,cd->abd')
++ slice_backward_default = aten.slice_backward(product_default_4,
+    input_sizes=[2, 12, 8], dim=1, start=0, end=-1, step=1)
+~ mul_2: product_default_2 -> slice_backward_default
+- cp_whole.product, aten._unsafe_view, aten.div.Tensor, aten.slice.Tensor,
+    aten.slice_backward, aten.div.Tensor, cp_whole.product, cp_whole.product""",
+    )
+
+
+LEFT = [
+    lambda y: torch.cat((y[:, :-1], y[:, -1:]), 1),  # all of them are read
+    lambda y: y[:, ::2],  # with steps
+    lambda y: y.cumsum(1)[:, :-1],  # tokens meet before they are cut
+    lambda y: y.tanh()[:, :-1],  # what the backward reads is wide
+]
+
+
+@pytest.mark.parametrize("of_logits", LEFT)
+def test_logits_that_are_not_cut_early(mesh, of_logits):
+    assert step_of("cut_early", cut_logits(of_logits), mesh).rewrites == 0
 
 
 def test_products(mesh):
