@@ -50,6 +50,7 @@ from ...graph.nodes import (
 from ...graph.sequence_tokens import SequenceDim, TokenDim
 from ..attention.choose_strategy import workload
 from ..layouts.layout_cut import LayoutCut
+from .written_keys import join_written
 
 FARTHEST = 64  # calls before an attention, beyond which nothing is narrow and near
 NARROW = 0.5
@@ -68,6 +69,9 @@ def find_latents(graph: fx.Graph, ctx: Context) -> int:
         return 0
     if any(x.kind is InputKind.OTHER_AXES for x in ctx.inputs.values()):
         return 0  # weights that tensor parallelism has split are not at hand
+    for call in ctx.findings.calls:
+        for x in (call.k, call.v):
+            join_written(x)
     sources = _Sources(graph, ctx)
     for call in ctx.findings.calls:
         if call.unsupported is None and call.already_local is None:
