@@ -172,14 +172,6 @@ def check_process_group() -> None:
         )
 
 
-def local_range(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
-    """Return (start, count) of this rank's tokens of a sequence sharded on an axis."""
-    count, start = Shard.local_shard_size_and_offset(
-        length, mesh.size(axis), mesh.get_local_rank(axis)
-    )
-    return min(start, length), count
-
-
 def placements_text(x: object) -> str:
     """Return a short text of where a value lies: "S(1)", "R", or "plain"."""
     if not isinstance(x, DTensor):

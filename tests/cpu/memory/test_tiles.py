@@ -67,7 +67,8 @@ def test_ranks_may_cut_differently():
     """Of 65 tokens one rank has 33, and cuts them, and the other has 32."""
     run = run_tiled("small_gpt", 2, "plain", EAGER | {"tile": 32}, 1e-3, 65)
     check_model("small_gpt", 65, run["values"], dist.get_rank())
-    assert bool(run["tiles"]) == (dist.get_rank() == 0)
+    own = [x for x in run["tiles"] if x.tokens < 65]  # a table by position has all
+    assert bool(own) == (dist.get_rank() == 0)
 
 
 LONG = 256

@@ -80,7 +80,7 @@ def gradients_not_summed(right):
 
 def positions_in_natural_order(right):
     def in_order(x, dim, tokens):
-        return x
+        return x if x.ndim == 1 else right(x, dim, tokens)
 
     return in_order
 
@@ -152,7 +152,7 @@ PLANTED = {
         (GRADIENT, "head", "the gradient of the output of head"),
     ),
     "stale positions": (
-        [("passes.whole.localise", "in_order", positions_in_natural_order)],
+        [("passes.whole.local_values", "in_order", positions_in_natural_order)],
         (GRADIENT, "positions", "the gradient of the output of positions"),
     ),
     "dropped padding": (
