@@ -25,7 +25,7 @@ import torch.fx as fx
 
 from cpcompile.torch_private.fake_tensors import detect_fake_mode
 
-from ..flow.dim_maps import TokenSum
+from ..flow.dim_maps import Axes, TokenSum
 from ..graph.graph_pass import graph_pass
 from ..graph.local_notes import NOTES
 from ..graph.nodes import value_of
@@ -62,18 +62,15 @@ class _Cut:
     end: int
     tokens: int
     count: int
-    axes: dict[fx.Node, TokenAxis] = field(default_factory=dict)
-    calls: dict[fx.Node, tuple[Any, dict[fx.Node, TokenAxis]]] = field(
-        default_factory=dict
-    )
+    axes: Axes = field(default_factory=dict)
+    calls: dict[fx.Node, tuple[Any, Axes]] = field(default_factory=dict)
     copies: dict[Any, fx.Node] = field(default_factory=dict)
 
     def is_same(self, node: fx.Node, axis: TokenAxis) -> bool:
         """Tell whether a call cuts its operand, whose tokens are at `axis`, alike."""
         found = _read(node, 1) if node.target is aten.slice.Tensor else None
-        return found is not None and (found.dim, found.start, found.end) == (
-            axis.dim, self.start, self.end,
-        )  # fmt: skip
+        own = (axis.dim, self.start, self.end)
+        return found is not None and (found.dim, found.start, found.end) == own
 
     def of(self, x: fx.Node, axis: TokenAxis) -> fx.Node:
         """Return the tokens of a value that are left, cut once for all readers."""
@@ -158,8 +155,7 @@ def _cut_gradients(cut: _Cut, maps: TileMaps, order: dict[fx.Node, int]) -> bool
                 waiting.append(user)
     if not any(x.target in _PRODUCTS for x in cut.calls):
         return False
-    read = {x for _, operands in cut.calls.values() for x in operands}
-    others = read - cut.axes.keys()
+    others = {x for _, xs in cut.calls.values() for x in xs} - cut.axes.keys()
     if 2 * sum(map(bytes_of, others)) > bytes_of(wide):
         return False
     for node, (_, operands) in cut.calls.items():
@@ -187,7 +183,7 @@ def _cut_gradients(cut: _Cut, maps: TileMaps, order: dict[fx.Node, int]) -> bool
 def _cut_operands(cut: _Cut, maps: TileMaps, order: dict[fx.Node, int]) -> bool:
     """Cut the narrow operands of a product in place of its wide result."""
     wide: Any = cut.call.args[0]
-    waiting, leaves = [(wide, TokenAxis(cut.dim))], dict[fx.Node, TokenAxis]()
+    waiting, leaves = [(wide, TokenAxis(cut.dim))], Axes()
     while waiting:
         node, axis = waiting.pop()
         if cut.axes.setdefault(node, axis) != axis:

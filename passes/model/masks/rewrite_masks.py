@@ -137,7 +137,8 @@ class _Finder:
         except Unreadable as problem:
             if call.score_mod:  # which hides keys by itself
                 return self._dropped(call)
-            return self._unread(call, str(problem))
+            unread = unread_mask(call, self.ctx, str(problem), self.outer)
+            return self._masked(call, unread)  # Note [Masks that cannot be read]
         if reading is None:  # causal, or nothing
             drop_mask(call.node, meaning.is_causal)
             log.debug("mask of %s: %s", call.path, meaning.text or "hides nothing")
@@ -285,10 +286,6 @@ class _Finder:
                 writer.undo()
                 raise
         return reading, mask
-
-    def _unread(self, call: AttentionCall, problem: str) -> AttentionCall:
-        """Keep a mask as a bias of pairs, see Note [Masks that cannot be read]."""
-        return self._masked(call, unread_mask(call, self.ctx, problem, self.outer))
 
 
 def _read(

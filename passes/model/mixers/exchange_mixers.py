@@ -67,17 +67,24 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
         return 0
     seeds = dict(find_sequences(graph, ctx))
     lengths = sorted({dim_size(node, dim) for node, dim in seeds.items()} - {0, 1})
-    tokens: dict[int, DimGroup] = {}
+    found: dict[int, tuple[MixedSequence, int]] = {}
+
+    def seeds_of(length: int) -> int:
+        return sum(dim_size(*x) == length for x in seeds.items())
+
     for length in lengths:  # and those that are found on the way
         sequence = MixedSequence(graph, ctx, length, seeds)
-        tokens[length] = sequence.tokens
+        found[length] = sequence, seeds_of(length)
         for node, dim in sequence.moved_results():
             seeds.setdefault(node, dim)
             if dim_size(node, dim) not in lengths and len(lengths) < _MOST_LENGTHS:
                 lengths.append(dim_size(node, dim))
+    tokens = {length: x.tokens for length, (x, _) in found.items()}
     count, moved = 0, set[fx.Node]()
     for length in lengths:
-        sequence = MixedSequence(graph, ctx, length, seeds, moved)
+        sequence, known = found[length]
+        if count or known < seeds_of(length):  # it is not what it was
+            sequence = MixedSequence(graph, ctx, length, seeds, moved)
         sequence.others = [x for n, x in tokens.items() if n != length]
         rewrite = _Exchange(sequence, ctx)
         count += rewrite.rewrite()
