@@ -69,8 +69,8 @@ class _Cut:
     def is_same(self, node: fx.Node, axis: TokenAxis) -> bool:
         """Tell whether a call cuts its operand, whose tokens are at `axis`, alike."""
         found = _read(node, 1) if node.target is aten.slice.Tensor else None
-        own = (axis.dim, self.start, self.end)
-        return found is not None and (found.dim, found.start, found.end) == own
+        own = (TokenAxis(found.dim), found.start, found.end) if found else None
+        return own == (axis, self.start, self.end)
 
     def of(self, x: fx.Node, axis: TokenAxis) -> fx.Node:
         """Return the tokens of a value that are left, cut once for all readers."""
@@ -225,9 +225,8 @@ def _is_dim(axis: TokenAxis) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     args: tuple[Any, ...] = node.args
-    x, sizes = args
     try:
-        value_of(x).view(sizes)
+        value_of(args[0]).view(args[1])
     except RuntimeError:
         return False
     return True

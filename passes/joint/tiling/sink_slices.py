@@ -139,10 +139,12 @@ def _cut(node: fx.Node, least: int) -> _Cut | None:
         return None
     shape = value_of(value).shape
     dim %= len(shape)
-    if which[0] is aten.slice.Tensor:
+    if which[0] is aten.slice.Tensor and all(isinstance(n, int) for n in which[1:]):
         while _is_part(value, dim) and len(value.users) == 1:
             start: Any = value.args[2]  # of what this one takes a part of
-            which = (aten.slice.Tensor, *(n + start for n in which[1:]))
+            own = slice(*(*which[1:], None)[:2])
+            tokens = range(value_of(value).shape[dim])[own]
+            which = (aten.slice.Tensor, start + tokens.start, start + tokens.stop)
             reader, value = value, value.all_input_nodes[0]
         shape = value_of(value).shape
     is_number = all(is_same(n, 1) for n in shape[dim + 1 :])  # of each token
@@ -162,6 +164,7 @@ def _is_part(node: fx.Node, dim: int) -> bool:
         and len(args) == 4
         and args[1] % value_of(node).ndim == dim
         and all(isinstance(n, int) and n >= 0 for n in args[2:])
+        and isinstance(value_of(node).shape[dim], int)
     )
 
 

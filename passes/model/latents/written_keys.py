@@ -37,8 +37,7 @@ def join_written(node: fx.Node) -> bool:
         size = _size_at(write.args[1], first, value)
         if size is None or type(part) is not type(value) or write.users:
             return False
-        like = (*value.shape[:-1], size)
-        if part.shape != like or part.dtype != value.dtype:
+        if part.shape != (*value.shape[:-1], size) or part.dtype != value.dtype:
             return False
         first += size
     order = {x: place for place, x in enumerate(graph.nodes)}
@@ -62,8 +61,7 @@ def _size_at(index: Any, first: int, value: Tensor) -> int | None:
 
     None if it names something else.
     """
-    items = index if isinstance(index, tuple) else (index,)
-    *whole, own = items
+    *whole, own = index if isinstance(index, tuple) else (index,)
     if any(x != slice(None) and x is not Ellipsis for x in whole):
         return None
     if len(whole) != value.ndim - 1 and Ellipsis not in whole:
