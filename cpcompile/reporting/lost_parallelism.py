@@ -8,6 +8,7 @@ share out, and is no reason for a warning.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -101,8 +102,8 @@ def _about_whole_sequences(
             f"{len(found.plans)} attention calls, so that only these are shared out"
         )
         fix += _rule_to_write(gm.graph)
-        if _comes_after_break(report) and breaks():
-            at = GraphBreakPlace.of(breaks()[-1])
+        if before := _breaks_before(report):
+            at = GraphBreakPlace.of(before[-1])
             fix = f"it comes after the graph break at {at}: {at.fix}"
     elif by_hand:
         at_hand, why = _first([x for x, _ in by_hand]), by_hand[0][1]
@@ -152,6 +153,18 @@ def _breaks(gm: fx.GraphModule) -> bool:
 
 def _comes_after_break(report: GraphReport) -> bool:
     return report.frame.startswith(AFTER_BREAK)
+
+
+def _breaks_before(report: GraphReport) -> Sequence[GraphBreak]:
+    """Return the breaks after which Dynamo goes on with a graph, if it is such a one.
+
+    Its name tells the line of the call that breaks; all breaks count if none is there.
+    """
+    if not _comes_after_break(report):
+        return ()
+    line = report.frame.rpartition("_at_")[2]
+    here = [x for x in breaks() if any(line == f"{n}" for _, n in x.places)]
+    return here or breaks()
 
 
 def _rule_to_write(graph: fx.Graph) -> str:
@@ -255,8 +268,8 @@ def _about_breaks(
         noted = break_at(places[-1]) if places else None
         at = GraphBreakPlace.of(noted or GraphBreak(reason.reason, places))
         warn_once(f"graph break in {report.frame} at {at}; {cost}{_CORRECT}{at.fix}")
-    for at in map(GraphBreakPlace.of, breaks()):
-        if attended and _comes_after_break(report) and not warn_once.mentions(f"{at}"):
+    for at in map(GraphBreakPlace.of, _breaks_before(report) if attended else ()):
+        if not warn_once.mentions(f"{at}"):
             warn_once(
                 f"graph break at {at}: what comes after it, as {report.frame}, is a "
                 "graph of its own; plain values come into it whole on every rank, and "
