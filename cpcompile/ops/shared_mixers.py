@@ -18,18 +18,15 @@ from torch import Tensor
 from cpcompile.ops.listed_gradients import differentiate
 from cpcompile.ops.mixers.mixer_operator import mixer, mixer_backward
 
-ALL = -1
-"""In place of a dimension: every rank has all of a value.
-
-Smaller ones say that a value may be whole, in which tokens begin: each has its own.
-"""
+ALL, BEGUN = -1, -2
+"""In place of a dimension: every rank has all of it, as may be where tokens begin."""
 
 
 @torch.library.custom_op("cp_whole::split_along", mutates_args=())
 def split_along(x: Tensor, source: int, target: int) -> Tensor:
     """Return x, split along dimension `target` where it was along `source`.
 
-    Each is a dimension, or ALL.
+    Each is a dimension, ALL, or BEGUN: ranks take their tokens of all, for good.
     """
     return x.clone()
 

@@ -2,10 +2,12 @@
 
     patches = flatten(conv(image, weight), 2)                  [B, C, 196]
       ->
-    patches = cp_whole.split_along(patches, ALL, 2)
+    patches = cp_whole.split_along(patches, BEGUN, 2)
 
 Attention would share them out, but every rank would compute all that lies between.
-Where a value is cut already, as DTensor finds out, its gradient stays cut as well.
+The gradient stays cut: what makes the tokens reads that of a rank's own, and gradients
+of parameters are added up over the ranks. Where ranks end inside of rows of an image,
+no view has their part of them, and every rank gets all of the gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.geometry.lengths import expected
-from cpcompile.ops.shared_mixers import ALL, SPLIT_ALONG
+from cpcompile.ops.shared_mixers import ALL, BEGUN, SPLIT_ALONG
 
 from ..graph.context import Context
 from ..graph.cp_attention import is_cp_attention
@@ -45,12 +47,22 @@ def begin_tokens(graph: fx.Graph, ctx: Context) -> int:
         is_activation = isinstance(value, Tensor) and value.is_floating_point()
         if dim is None or dim.outer > 1 or not is_activation:
             continue
+        how = (node, BEGUN if _has_rows(node, dim.dim, ctx.ranks) else ALL, dim.dim)
         with node.graph.inserting_after(node):
-            begun = ALL - 1 - len(ctx.findings.token_origins)
-            args = (node, begun, dim.dim)
-            split = insert_call(node.graph, SPLIT_ALONG, args, like=node, value=value)
+            split = insert_call(node.graph, SPLIT_ALONG, how, like=node, value=value)
         is_other = functools.partial(operator.is_not, split)
         node.replace_all_uses_with(split, delete_user_cb=is_other)
         shape = [expected(n) for n in value.shape]
         ctx.findings.token_origins.append(f"{module_path(node)} {node.name} {shape}")
     return len(ctx.findings.token_origins)
+
+
+def _has_rows(node: fx.Node, dim: int, ranks: int) -> bool:
+    """Tell whether the tokens of a rank are whole rows of what `node` flattens."""
+    tokens = fake_value(node)
+    rows = fake_value(node.all_input_nodes[0]) if node.all_input_nodes else None
+    if not isinstance(rows, Tensor) or rows.shape[:dim] != tokens.shape[:dim]:
+        return True
+    if rows.numel() != tokens.numel() or rows.shape[dim] == tokens.shape[dim]:
+        return True
+    return expected(rows.shape[dim]) % ranks == 0

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cpcompile.ops.dtensor.local_part import dtensor_of
 from cpcompile.ops.latent_steps import LatentStep
-from cpcompile.ops.shared_mixers import ALL, IN_PARTS, IN_PARTS_BACKWARD, SPLIT_ALONG
+from cpcompile.ops.shared_mixers import BEGUN, IN_PARTS, IN_PARTS_BACKWARD, SPLIT_ALONG
 
 from ..graph.constant_arguments import GraphArgument, MeshAxis
 from ..placement.placement_calls import cp_mixed_in_parts, cp_replicate
@@ -32,7 +32,7 @@ from .edges import share_of
 def shared_mixer_rules(cp_axis: MeshAxis) -> dict[Any, Callable[..., Any]]:
     """Return the rules, by call."""
     rules: dict[Any, Callable[..., Any]] = {
-        SPLIT_ALONG: functools.partial(_split_along, cut=set()),
+        SPLIT_ALONG: _split_along,
         IN_PARTS: _in_parts,
         IN_PARTS_BACKWARD: _in_parts_backward,
         torch.ops.higher_order.scan: _scan,
@@ -40,20 +40,13 @@ def shared_mixer_rules(cp_axis: MeshAxis) -> dict[Any, Callable[..., Any]]:
     return {call: functools.partial(rule, cp_axis) for call, rule in rules.items()}
 
 
-def _split_along(
-    cp_axis: MeshAxis, x: Any, source: int, target: int, *, cut: set[int]
-) -> Any:
-    """Bring x to where it is wanted, wherever it is.
-
-    cut: which values, in which tokens begin, are cut already.
-    """
+def _split_along(cp_axis: MeshAxis, x: Any, source: int, target: int) -> Any:
+    """Bring x to where it is wanted, wherever it is."""
     if not isinstance(x, DTensor):
         return x.clone()  # dense, as the call's result is in the whole graph
     placements = list(x.placements)
     now, axis = placements[cp_axis.axis], cp_axis.axis
-    if source < ALL and now == Shard(target):
-        cut.add(source)
-    if target in cut:  # of which this is the gradient
+    if target == BEGUN:  # the gradient of what ranks have taken their tokens of
         target = source
     placements[axis] = Replicate() if target < 0 else Shard(target)
     if now != Shard(source) or target < 0 or target == source:

@@ -189,7 +189,13 @@ def _convolution_backward(
         args = (grad, x, weight, stride, before, dilation, groups, needed)
         return CONVOLUTION_BACKWARD(*args)
     x, counts = _summed(x), grad.shape[2:]
-    spans = _spans(cp_axis, x, weight, stride, before, counts, dilation)
+    windows = (weight, stride, before, counts, dilation)
+    cut, axis = [*x.placements], cp_axis.axis
+    if cut[axis].is_replicate() and _cut_dim(cp_axis, grad) is not None:
+        cut[axis] = grad.placements[axis]  # rows of an image that every rank has
+        rows = _placed(x, cut)
+        x = x if _spans(cp_axis, rows, *windows) is None else rows
+    spans = _spans(cp_axis, x, *windows)
     if spans is None:
         x = _whole_groups(_whole_positions(x), weight, groups)
     local, g = x._local_tensor, _placed_as(grad, x)._local_tensor

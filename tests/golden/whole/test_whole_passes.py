@@ -161,7 +161,7 @@ def test_tokens_begin_where_no_input_has_them(mesh):
     assert_golden(
         changes(step),
         """\
-+ split_along_default = cp_whole.split_along(flatten, source=-2, target=2)
++ split_along_default = cp_whole.split_along(flatten, source=-1, target=2)
 ~ mT: flatten -> split_along_default""",
     )
 
