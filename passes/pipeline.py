@@ -47,7 +47,6 @@ from .model.mutation.number_rows import number_rows
 from .model.normalize.fold_kv_repeat import fold_kv_repeat
 from .model.normalize.fold_scans import fold_scans
 from .model.normalize.inline_attention_modules import inline_attention_modules
-from .model.normalize.pad_convolutions import pad_convolutions
 from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
 from .whole.ask_policies import ask_policies
@@ -80,7 +79,6 @@ MODEL: tuple[GraphPass[Context], ...] = (
     choose_strategy,  # needs nothing but the calls
     insert_attention,
     ask_policies,
-    pad_convolutions,  # before exchange_mixers, which reads this form
     fold_scans,  # before exchange_mixers, which shares them
     split_pairs_by_rows,  # before exchange_mixers, which would share what follows
     exchange_mixers,

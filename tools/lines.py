@@ -64,9 +64,9 @@ CONCERNS = {
         cpcompile/ops/comm/communic cpcompile/ops/comm/relayout.py""",
     "moved tokens, windows, halos, convolutions": """
         cpcompile/ops/comm/moved_tokens.py cpcompile/ops/comm/token_runs.py
-        cpcompile/ops/dtensor/padded_convolution.py passes/placement/token_
+        passes/placement/token_
         cpcompile/frontend/image_rows.py
-        passes/model/normalize/pad_convolutions.py""",
+        passes/model/sharding/convolutions.py""",
     "one form: spelling, mutation, transforms": """
         passes/model/mutation passes/model/normalize passes/graph/calls.py
         passes/graph/constant_arguments.py

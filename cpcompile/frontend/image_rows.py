@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.nodes import all_nodes, expected_shape, fake_value
-from cpcompile.passes.model.normalize.pad_convolutions import CONVOLUTIONS
 from cpcompile.passes.model.patterns.unmatched import is_product
+from cpcompile.passes.model.sharding.convolutions import CONVOLUTIONS
 from cpcompile.passes.model.sharding.dim_flows import rows_before
 from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
 from cpcompile.torch_private.fake_tensors import FakeTensorMode

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -174,15 +174,6 @@ def constant_arguments_of(gm: fx.GraphModule) -> Iterator[ConstantArgument]:
                         yield held
                         for inner in held.graphs:
                             yield from constant_arguments_of(inner)
-
-
-@dataclass(frozen=True)
-class NewCall:
-    """A call to be written. Its arguments may be calls that are written before it."""
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cpcompile.geometry.layout import Chunks, Layout
 from cpcompile.geometry.token_pieces import windowed
 from cpcompile.ops.dtensor.local_part import dtensor_of
-from cpcompile.ops.dtensor.padded_convolution import groups_of_rank
 from cpcompile.ops.dtensor.shares import sharing_rows
 from cpcompile.ops.window_convolution import (
     CONVOLUTION,
@@ -228,7 +227,7 @@ def _with_mesh(x: Any, others: Sequence[Any]) -> Any:
 def _whole_groups(x: DTensor, weight: Any, groups: int) -> DTensor:
     """Gather channels of which ranks have no whole groups."""
     cut = Shard(1) in x.placements
-    if not cut or groups_of_rank(x, 1, groups, weight.shape[0]) is not None:
+    if not cut or _groups_of_rank(x, 1, groups, weight.shape[0]) is not None:
         return x
     return _placed(x, [p if p == Shard(0) else Replicate() for p in x.placements])
 
@@ -237,11 +236,33 @@ def _groups(x: DTensor, weight: Any, groups: int) -> tuple[slice, int]:
     """Return the channels of results that this rank makes, and its groups of them."""
     first, count = 0, groups
     if Shard(1) in x.placements:
-        own = groups_of_rank(x, 1, groups, weight.shape[0])
+        own = _groups_of_rank(x, 1, groups, weight.shape[0])
         assert own is not None, "channels are gathered, or whole groups"
         first, count = own
     each = weight.shape[0] // groups
     return slice(first * each, (first + count) * each), count
+
+
+def _groups_of_rank(
+    x: DTensor, dim: int, groups: int, results: int
+) -> tuple[int, int] | None:
+    """Return a rank's groups of channels: the first of them, and how many.
+
+    None unless channels, dimension `dim`, are sharded, in parts of whole groups, and
+    the results, so many channels, are sharded into those of the same groups.
+    """
+    if x.placements.count(Shard(dim)) != 1:
+        return None
+    axis = x.placements.index(Shard(dim))
+    ranks = range(x.device_mesh.size(axis))
+    taken, made = (Chunks(n, len(ranks)) for n in (x.shape[dim], results))
+    counts = [taken.count(rank) * groups // x.shape[dim] for rank in ranks]
+    for rank, count in enumerate(counts):
+        parts = ((taken, x.shape[dim]), (made, results))
+        if not count or any(c.count(rank) * groups != count * n for c, n in parts):
+            return None
+    own = x.device_mesh.get_local_rank(axis)
+    return sum(counts[:own]), counts[own]
 
 
 def _transposed(cp_axis: MeshAxis, x: Any, weight: Any, bias: Any, *how: Any) -> Any:

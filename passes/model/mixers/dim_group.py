@@ -34,7 +34,7 @@ from ...graph.sequence_tokens import (
     Wanted,
     wanted_of,
 )
-from ..normalize.pad_convolutions import convolved, independent_channels
+from ..sharding.convolutions import convolved, independent_channels
 from ..sharding.dim_flows import part_written
 
 CREATIONS = (*NEW_TENSORS, "arange", "size")

@@ -30,7 +30,7 @@ from ...graph.nodes import (
     sub_graph,
 )
 from ...graph.sequence_tokens import TokenDim, is_row_parallel_operand
-from ..normalize.pad_convolutions import CONVOLUTIONS, convolved, reach_along
+from ..sharding.convolutions import CONVOLUTIONS, convolved, reach_along
 from ..sharding.dim_flows import OF_POSITIONS, dim_flows, part_written, token_operands
 from .dim_group import CREATIONS, DimGroup, linked_values
 

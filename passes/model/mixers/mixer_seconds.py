@@ -24,7 +24,7 @@ from ...graph.mixer_calls import is_mixer, mixer_call, mixer_operands
 from ...graph.nodes import expected_shape, fake_value
 from ...graph.sequence_tokens import TokenDim
 from ...placement.scan_calls import joined_operands
-from ..normalize.pad_convolutions import convolved
+from ..sharding.convolutions import convolved, is_taken_in
 from ..sharding.dim_flows import dim_flows
 from .dim_group import CREATIONS, DimGroup
 from .mixed_sequence import MixedSequence, dim_size, moves_little, stays_on_tokens
@@ -214,6 +214,8 @@ class MixerSeconds:
         """Return the seconds of a call that moves few tokens, or picks few."""
         if all(spelled(user) in CREATIONS for user in node.users):
             return 0.0  # nobody reads its numbers, so that nothing is sent
+        if is_taken_in(node):
+            return 0.0  # what the convolution borrows is priced
         tokens = self._sequence.tokens.entries
         moved = 0.0
         for size in filter(None, map(bytes_of, node.all_input_nodes)):

@@ -37,7 +37,7 @@ from ...graph.sequence_tokens import Wanted, wanted_of
 from ...placement.scan_calls import joined_operands
 from ..attention.find_attention import attention_operands
 from ..mutation.masked_rows import write_rows, write_rows_
-from ..normalize.pad_convolutions import CONVOLUTIONS, convolved
+from .convolutions import CONVOLUTIONS, convolved, strides
 
 _OF_TOKENS = (Wanted.OWN_ROWS, Wanted.ALL_ROWS, Wanted.KEY_SOURCE)
 
@@ -159,14 +159,15 @@ def _all_dims(x: Any) -> list[DimFlow]:
 def _convolved(node: fx.Node, x: fx.Node, weight: fx.Node) -> list[DimFlow]:
     """Return the flows of a convolution: positions and the batch.
 
-    Positions flow only where there are as many as before.
+    Positions flow where there are as many as before, but for pads and what is cut.
     """
     before, after = fake_value(x).shape, fake_value(node).shape
     channels = len(after) + 1 - fake_value(weight).ndim
+    steps = strides(node)
     return [
         DimFlow(x, dim, dim)
         for dim in range(len(after))
-        if dim != channels and before[dim] == after[dim]
+        if dim != channels and (before[dim] == after[dim] or steps.get(dim) == 1)
     ]
 
 
