@@ -18,8 +18,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.nodes import memory_order
 from cpcompile.passes.whole.edges import Edges
-from cpcompile.passes.whole.keep_calls import memory_order
 from cpcompile.passes.whole.other_axes import enter_other_axes, moves_are_calls
 from cpcompile.passes.whole.parameter_calls import settle_gradients
 from cpcompile.passes.whole.sequence_mesh import drop_mesh_changes

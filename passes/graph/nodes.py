@@ -354,3 +354,17 @@ class Regions:
             assert graph.owning_module is not None
             graph.owning_module.recompile()
         return self._brought[key]
+
+
+def memory_order(value: Any) -> tuple[int, ...] | None:
+    """Return the dimensions of a (first) result by strides; None if in that order."""
+    tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+    if not tensors:
+        return None
+    shape, strides = tensors[0].shape, tensors[0].stride()
+    dims = [dim for dim, size in enumerate(shape) if expected(size) != 1]
+    in_memory = sorted(dims, key=lambda dim: -expected(strides[dim]))
+    if in_memory == dims:
+        return None
+    ones = (dim for dim in range(len(shape)) if dim not in dims)
+    return (*ones, *in_memory)

@@ -23,17 +23,15 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.geometry.lengths import expected
 from cpcompile.ops.latent_steps import LATENT_KEYS, LatentStep
 from cpcompile.ops.shared_mixers import ALL, IN_PARTS, SPLIT_ALONG
-from cpcompile.torch_private import pytree
 
 from ..graph.context import Context
 from ..graph.cp_attention import OPERATORS
 from ..graph.effects import written_memory
 from ..graph.graph_pass import graph_pass
 from ..graph.mixer_calls import mixed_in_parts
-from ..graph.nodes import all_nodes, fake_value, insert_call, storage
+from ..graph.nodes import all_nodes, fake_value, insert_call, memory_order, storage
 from ..graph.sequence_tokens import Wanted, wanted_of
 from .composition_rules import COMPOSITIONS
 
@@ -64,8 +62,6 @@ def l1_loss(
 
 _CALLS[F.l1_loss] = l1_loss
 _ATTENTION = {*OPERATORS.values()}
-
-
 BY_HAND = "cp_by_hand"  # in what AOTAutograd keeps of a softmax, "custom": its name
 
 
@@ -116,24 +112,6 @@ def _insert_behind(node: fx.Node, call: Callable[..., Any], *more: Any) -> None:
         args, value = (node, *more), fake_value(node)
         new = insert_call(node.graph, call, args, like=node, value=value)
     node.replace_all_uses_with(new, functools.partial(operator.is_not, new))
-
-
-def memory_order(value: Any) -> tuple[int, ...] | None:
-    """Return the dimensions by their strides, the largest first.
-
-    None if that is their order. `value` is what Dynamo saw, so that these are the
-    strides that one device has; of several results the first one counts.
-    """
-    tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
-    if not tensors:
-        return None
-    shape, strides = tensors[0].shape, tensors[0].stride()
-    dims = [dim for dim, size in enumerate(shape) if expected(size) != 1]
-    in_memory = sorted(dims, key=lambda dim: -expected(strides[dim]))
-    if in_memory == dims:
-        return None
-    ones = (dim for dim in range(len(shape)) if dim not in dims)
-    return (*ones, *in_memory)
 
 
 def in_memory_order(x: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -31,34 +31,20 @@ def small_gpt(**changes) -> torch.nn.Module:
     return SmallGPT(vocabulary=VOCABULARY, context=128, **changes)
 
 
-def llama() -> torch.nn.Module:
+def llama(**changes) -> torch.nn.Module:
     """Labels are shifted in the model; a key/value cache is made by default."""
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads, num_hidden_layers=2, **changes)
+    return transformers.LlamaForCausalLM(config)
 
 
 def gpt2() -> torch.nn.Module:
     """Tied weights, and a graph break in front of the loss."""
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCABULARY,
-            n_embd=64,
-            n_layer=2,
-            n_head=4,
-            n_positions=128,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-        )
-    )
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    config = transformers.GPT2Config(VOCABULARY, **sizes, **dropout)
+    return transformers.GPT2LMHeadModel(config)
 
 
 MODELS = {

@@ -13,7 +13,7 @@ import cpcompile.ops.tile_sums  # noqa: F401  # registers its operators
 from cpcompile.ops.traced_nodes import SHARE
 from cpcompile.torch_private.operators import auto_functionalized_v2
 
-from ...graph.nodes import value_of
+from ...graph.nodes import memory_order, value_of
 from ...graph.sequence_tokens import TokenAxis
 from ...graph.subgraph_calls import call_subgraph
 from .tile_program import (
@@ -146,7 +146,13 @@ class _Maker:
         if not isinstance(axis, TokenAxis):
             return pieces[-1]  # a number that every tile computes
         if axis.size(1) == 1:
-            return self.call(aten.cat.default, pieces, axis.dim)
+            order = memory_order(value)  # which views of it count on
+            if order is None:
+                return self.call(aten.cat.default, pieces, axis.dim)
+            back = [order.index(dim) for dim in range(value.ndim)]
+            parts = [self.call(aten.permute.default, x, [*order]) for x in pieces]
+            whole = self.call(aten.cat.default, parts, back[axis.dim])
+            return self.call(aten.permute.default, whole, back)
         split = []
         for piece in pieces:
             sizes = list(value_of(piece).shape)

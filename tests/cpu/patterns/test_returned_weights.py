@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
 from cpcompile.logs import warn_once
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import compare_calls, warnings
 from tests.cpu.attention_cases import compiled_on
-from tests.cpu.model_cases import VOCABULARY
+from tests.cpu.model_cases import VOCABULARY, llama
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations
 
@@ -18,16 +17,7 @@ SEQ = 24
 
 def build(dtype):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation="eager",
-    )
-    model = transformers.LlamaForCausalLM(config).to(dtype)
+    model = llama(attn_implementation="eager").to(dtype)
     ids = torch.randint(0, VOCABULARY, (2, SEQ))
     return model, {"input_ids": ids, "labels": ids}
 
