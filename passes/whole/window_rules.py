@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Chunks, Layout
 from cpcompile.geometry.token_pieces import windowed
 from cpcompile.ops.dtensor.local_part import dtensor_of
@@ -313,7 +314,7 @@ def _spread(
 
     how: stride, padding, dilation, transposed, output padding, groups.
 
-    Raises: ValueError where a rank would give as many as there are.
+    Raises: RewriteError where a rank would give as many as there are.
     """
     stride, padding, dilation, transposed, added, groups = how
     reach = [
@@ -328,7 +329,7 @@ def _spread(
     i, n = dim - 2, x.shape[dim]
     spans = _Spans(cp_axis, dim, sizes[dim], n, stride[i], reach[i], padding[i])
     if not spans.is_worth_it or are_few(sizes[dim], cp_axis.size):
-        raise ValueError("a rank's tokens would give all results")
+        raise RewriteError("a rank's tokens would give all results")
     cut, more = _with(padding, i, 0), _with(added, i, 0)
     return spans, [stride, cut, dilation, transposed, more, groups], sizes
 
