@@ -49,7 +49,6 @@ from .model.normalize.fold_scans import fold_scans
 from .model.normalize.inline_attention_modules import inline_attention_modules
 from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
-from .whole.ask_policies import ask_policies
 from .whole.begin_tokens import begin_tokens
 from .whole.cut_early import cut_early
 from .whole.keep_calls import keep_calls
@@ -59,7 +58,6 @@ from .whole.keep_rows import keep_rows
 from .whole.leave_for_later import leave_for_later
 from .whole.localise import WholeProgram, localise
 from .whole.refuse_attention import refuse_attention
-from .whole.row_programs import keep_programs
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +76,12 @@ MODEL: tuple[GraphPass[Context], ...] = (
     find_latents,  # before choose_strategy, which prices what is found
     choose_strategy,  # needs nothing but the calls
     insert_attention,
-    ask_policies,
     fold_scans,  # before exchange_mixers, which shares them
     split_pairs_by_rows,  # before exchange_mixers, which would share what follows
     exchange_mixers,
     begin_tokens,
     refuse_attention,  # after it: over shared tokens nothing else is left
     leave_for_later,
-    keep_programs,
     keep_calls,  # last: it writes what the others mark
 )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import memory_order
+from cpcompile.passes.whole.ask_policies import ask_policies
 from cpcompile.passes.whole.edges import Edges
 from cpcompile.passes.whole.other_axes import enter_other_axes, moves_are_calls
 from cpcompile.passes.whole.parameter_calls import settle_gradients
@@ -38,6 +39,7 @@ def captured(graph: fx.Graph, ctx: Context) -> None:
     """
     # They decide how often `localise` has the ranks meet.
     ctx.compare(ctx.plan_texts())
+    ask_policies(graph)
     drop_mesh_changes(graph, ctx)
     settle_gradients(graph, ctx)
     enter_other_axes(graph, ctx)

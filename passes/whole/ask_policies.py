@@ -15,23 +15,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from cpcompile.ops.latent_steps import WHOLE
 
-from ..graph.graph_pass import graph_pass
 from ..graph.nodes import all_graphs
 
 _CONTEXTS = "_checkpoint_context_fn"  # in a region's meta; seen in 2.13
 
 
-@graph_pass()
-def ask_policies(graph: fx.Graph, _: object) -> int:
-    """Ask policies of torch's attention beside ours; return how many there are."""
-    count = 0
+def ask_policies(graph: fx.Graph) -> None:
+    """Ask policies of torch's attention beside ours."""
     for region in all_graphs(graph):
         owner = region.owning_module
         contexts = None if owner is None else owner.meta.get(_CONTEXTS)
         if owner is not None and contexts is not None:
             owner.meta[_CONTEXTS] = _Contexts(contexts)
-            count += 1
-    return count
 
 
 class _Contexts:

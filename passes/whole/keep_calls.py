@@ -5,6 +5,7 @@
     constraint(x, EXCHANGED, 1, 2)      ->  cp_whole.split_along(x, 1, 2)
     constraint(keys, ALL_ROWS, 2)       ->  cp_whole.split_along(keys, 2, ALL)
     mixed_in_parts([q, k, v])           ->  cp_whole.mixer_in_parts([q, k, v])
+    cp_row_parallel(moe_dispatch, x)    ->  cp_whole.by_rows([x], "moe_dispatch ..")
     out = cp.ring_attention(q, ...)[0]  ->  in_memory_order(out, (0, 2, 1, 3))
 
 The last is where attention on one device has another order in memory than ours: random
@@ -33,7 +34,9 @@ from ..graph.graph_pass import graph_pass
 from ..graph.mixer_calls import mixed_in_parts
 from ..graph.nodes import all_nodes, fake_value, insert_call, memory_order, storage
 from ..graph.sequence_tokens import Wanted, wanted_of
+from ..model.moe.region_call import cp_row_parallel
 from .composition_rules import COMPOSITIONS
+from .row_programs import run_kept
 
 _CALLS: dict[Any, Any] = {x.call: x.forward for x in COMPOSITIONS}
 _CALLS[mixed_in_parts] = IN_PARTS
@@ -61,6 +64,7 @@ def l1_loss(
 
 
 _CALLS[F.l1_loss] = l1_loss
+_CALLS[cp_row_parallel] = run_kept
 _ATTENTION = {*OPERATORS.values()}
 BY_HAND = "cp_by_hand"  # in what AOTAutograd keeps of a softmax, "custom": its name
 

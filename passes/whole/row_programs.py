@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -35,28 +34,13 @@ from cpcompile.ops.by_rows import (
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 from cpcompile.torch_private.distributed import DTensorSpec, TensorMeta
 
-from ..graph.graph_pass import graph_pass
-from ..graph.nodes import all_graphs
-from ..model.moe.region_call import RowProgram, cp_row_parallel
+from ..model.moe.region_call import RowProgram
 from .cut_alike import cut_as, local_of, placements_of, shared_rows
 from .local_calls import replicated
 from .reduced_tokens import summed
 from .token_order import TokenOrder
 
 _DEVICES = ("cpu", "cuda")
-
-
-@graph_pass()
-def keep_programs(graph: fx.Graph, _: object) -> int:
-    """Keep programs of rows through AOTAutograd; return how many there are."""
-    count = 0
-    for subgraph in all_graphs(graph):
-        for node in subgraph.find_nodes(op="call_function", target=cp_row_parallel):
-            node.target = run_kept
-            count += 1
-        if subgraph.owning_module is not None:
-            subgraph.owning_module.recompile()
-    return count
 
 
 def run_kept(program: RowProgram, *tensors: Tensor) -> tuple[Tensor, ...]:

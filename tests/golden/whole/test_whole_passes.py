@@ -169,12 +169,12 @@ def test_tokens_begin_where_no_input_has_them(mesh):
 def test_programs_of_rows(mesh):
     ids = torch.zeros(2, 16, dtype=torch.long)
     shard = {"tokens": 1}
-    step = capture_pass(
-        "keep_programs", ROUTED["Routed"](), ids, mesh=mesh, shard=shard
-    )
+    step = capture_pass("keep_calls", ROUTED["Routed"](), ids, mesh=mesh, shard=shard)
     assert_golden(
         changes(step),
         """\
++ in_memory_order = in_memory_order(ring_attention_default[0], (0, 2, 1, 3))
+~ transpose_1: ring_attention_default[0] -> in_memory_order
 + cp_row_parallel = run_kept(moe_dispatch, topk[1], flat, topk[0],
     l_self_parameters_up_, l_self_parameters_down_, l_self_parameters_bias_)
 + cp_row_parallel_1 = run_kept(moe_dispatch, topk[1])
