@@ -30,6 +30,7 @@ LANE = "CPCOMPILE_LANE"  # "1/2": this process takes the first of two halves
 
 # Five minutes on two cores, less imports, collecting, and what is between tests.
 BUDGET_SECONDS = 2 * (5 * 60 - 80)
+LONG_SECONDS = BUDGET_SECONDS / 40  # of a case that is not taken for its file alone
 
 # Start processes or compilers.
 COMPILING = ("tests/cpu/", "tests/models/", "tests/inductor/", "tests/kernels/")
@@ -109,10 +110,10 @@ def by_value(
 ) -> list[str]:
     """Order all cases by seconds per line that they cover, the best first.
 
-    Where lines are not recorded, one case of each file stands before all others, and
-    the second cheapest function of a file is taken to cover half as much as the
-    cheapest, and so on. So is the n-th case of a function. What is new comes before
-    what is not.
+    One case of each file stands before all others, of a preferred function if there is
+    one, unless it takes long. Where lines are not recorded, the second cheapest
+    function of a file is taken to cover half as much as the cheapest, and so on. So is
+    the n-th case of a function. What is new comes before what is not.
 
     Raises: ValueError for a preferred case that does not exist.
     """
@@ -125,17 +126,22 @@ def by_value(
     recorded = [n for x in functions if (n := durations.lines(x)) is not None]
     typical = 1 + (median(recorded) if recorded else 0)
     places: dict[str, int] = defaultdict(int)
-    prices = {}
+    gains, firsts = {}, dict[str, tuple[bool, float, str]]()
     for function in sorted(functions, key=lambda x: (seconds[x], x)):
-        file = function.partition("::")[0]
+        file, lines = function.partition("::")[0], durations.lines(function)
         places[file] += 1
-        lines = durations.lines(function)
-        gain = typical / places[file] if lines is None else 1 + lines
+        gain = gains[function] = typical / places[file] if lines is None else 1 + lines
+        mine = (function not in preferred, seconds[function] / gain, function)
+        if seconds[function] <= LONG_SECONDS:
+            firsts[file] = min(firsts.get(file, mine), mine)
+    first = {function for *_, function in firsts.values()}
+    prices = {}
+    for function, own in functions.items():
         is_new = durations.entries is not None and not durations.is_known(function)
-        is_first = lines is None and places[file] == 1
-        for n, case in enumerate(functions[function], 1):
-            price = durations.seconds(case) * n / gain
-            prices[case] = (not (is_first and n == 1), not is_new, price, case)
+        for n, case in enumerate(own, 1):
+            price = durations.seconds(case) * n / gains[function]
+            is_first = n == 1 and function in first
+            prices[case] = (not is_first, not is_new, price, case)
     return sorted(prices, key=prices.__getitem__)
 
 

@@ -254,15 +254,6 @@ def test_ranks_with_unlike_guards_compile_per_length():
 
 
 @on_ranks(2)
-def test_the_report_says_that_it_is_padded():
-    with recording() as reports:
-        found_of(Case("attention", (33, 32), how=RING))
-    first, second = (" ".join(x.edges()) for x in reports)
-    assert "any length: padded inside to a multiple of 2" in first
-    assert first == second
-
-
-@on_ranks(2)
 def test_dropout_of_attention_is_that_of_one_length():
     found: list[Values] = []
     for dynamic in (True, False):

@@ -18,27 +18,16 @@ from cpcompile.cost.plans import Candidate, Plan, Strategy, Workload
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from cpcompile.passes.joint.tiling.tile_tokens import _LEAST_TOKENS, _MOST_TILES
-from tests.models.torchvision_schemas import define_schemas
 
 LLAMA = Decoder(32, 32, 8, 128, 4096, 14336, 128256)
 SMALL = Decoder(2, 4, 2, 16, 64, 96, 211)
 
 
 def test_parameters_are_those_of_transformers():
-    define_schemas()  # before models of transformers are imported
-    import transformers  # slow
+    from tests.cpu.model_cases import llama  # slow
 
     for tied in (False, True):
-        config = transformers.LlamaConfig(
-            vocab_size=211,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=tied,
-        )
-        model = transformers.LlamaForCausalLM(config)
+        model = llama(tie_word_embeddings=tied)
         count = sum(p.numel() for p in model.parameters())
         assert replace(SMALL, tied=tied).parameters == count
     assert LLAMA.parameters == 8_030_261_248  # of Llama-3-8B

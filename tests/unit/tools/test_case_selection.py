@@ -42,8 +42,9 @@ def known(torch="2.13.0", **entries):
 def test_what_covers_most_per_second_comes_first():
     cheap = known(A=[1, 1, {}], B=[0.9, 1, {}], C=[9, 1, {}])
     assert by_value([A, B, C], cheap, {}) == [B, C, A]  # one of each file first
-    covered = known(A=[1, 1, {}, 400], B=[0.9, 1, {}, 20], C=[1.5, 1, {}, 300])
+    covered = known(A=[1, 1, {}, 400], B=[0.9, 1, {}, 20], C=[9, 1, {}, 1])
     assert by_value([A, B, C], covered, {}) == [A, C, B]
+    assert by_value([A, B, C], covered, {B: []}) == [B, C, A]  # in place of A
     assert by_value([A, B, C], known(A=[9, 1, {}], C=[1, 1, {}]), {}) == [B, C, A]
     times = known(A=[1, 1, {}], B=[1, 1, {}], C=[2, 1, {}])
     assert lane([A, B, C], times, "1/2") == {C}
