@@ -156,10 +156,7 @@ def _comes_after_break(report: GraphReport) -> bool:
 
 
 def _breaks_before(report: GraphReport) -> Sequence[GraphBreak]:
-    """Return the breaks after which Dynamo goes on with a graph, if it is such a one.
-
-    Its name tells the line of the call that breaks; all breaks count if none is there.
-    """
+    """Return the breaks that a graph follows, by the line in its name, or else all."""
     if not _comes_after_break(report):
         return ()
     line = report.frame.rpartition("_at_")[2]

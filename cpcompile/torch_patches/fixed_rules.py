@@ -1,44 +1,22 @@
 """Fix rules of DTensor that give wrong results (torch 2.13), or that are missing.
 
-Cumulative sums: the rule compares the dimension with the sharded one as it is given, so
-that x.cumsum(-2) of a tensor that is sharded there is computed on each part. So does
-that of the gradient of x.select(-1, 0), for which other dimensions become longer.
-
-Reductions over an empty list of dimensions, which to torch are all: the rules take it
-for none, and leave the result of a part as if it were of all. The backward of x.amax()
-counts equal entries so.
-
-Views of tensors without elements: the rule looks for groups of dimensions of equal size
-without end.
-
-topk, kthvalue and histc: answers are remembered without the number that these take, so
-that x.topk(1) after x.topk(2) says that it has two columns.
-
-The backward of group norm has no rule in torch 2.13 to 2.15, as the forward has.
-DTensor derives one from the decomposition, which takes seconds to minutes for five
-operands and leaves the sizes that the call is given those of the whole batch.
-
-new_zeros and new_full of another shape than their operand are whole on every rank, also
-where the sharded dimensions are those of the operand: in the backward of gather, zeros
-for all tokens and words.
-
-_unsafe_index, by which interpolate picks rows, has no rule where index has one. DTensor
-tries 720 placements of the operands of a volume instead, and for each the rule of
-index. Of many it tries no more here than those in which at most two operands are not
-replicated, or all of these lie alike.
-
-Shifts of bits, `x >> 4`, return x: DTensor takes `__rshift__` for a call in place, by
-the end of its name.
-
-Products of int8, `_int_mm`, have no rule; that of `mm` is theirs. Nor have the views
-that a functional scan has in its steps, `view_copy` and `detach_copy`.
-
-Nor have backwards of functions that work element by element, if torch does not tag them
-so: softplus, prelu and others. The decomposition gives the same answer, and takes
-0.2 s for softplus, as much as thirty other calls.
-
-torch.cat of one device ignores 1-D empty tensors, with which caches of keys begin;
-DTensor tries to shard them like the others.
+- cumsum: the dimension is compared with the sharded one as it is given, so that
+  x.cumsum(-2) is computed on each part. So is the gradient of x.select(-1, 0).
+- gather and scatter_add: parts of two operands go together, also where their sizes
+  differ, as of an index of fewer rows than its input, and begin at other rows.
+- Reductions over [], which to torch are all dimensions, leave the result of a part.
+- Views of tensors without elements look for groups of equal size without end.
+- Answers of topk, kthvalue and histc are remembered without the number they take.
+- The backward of group norm has no rule (torch 2.13 to 2.15). The one that is derived
+  takes up to minutes and leaves sizes that are those of the whole batch.
+- new_zeros and new_full of another shape than their operand are whole on every rank,
+  also where the sharded dimensions are the operand's, as in the backward of gather.
+- _unsafe_index, by which interpolate picks rows, tries 720 placements. Of many only
+  those are tried here in which at most two operands are cut, or all of these alike.
+- Shifts of bits return x: `__rshift__` is taken for a call in place, by its name.
+- `_int_mm`, `view_copy`, `detach_copy` (of a functional scan), and backwards of calls
+  element by element that are not tagged so, as softplus, have no rule.
+- torch.cat of one device ignores 1-D empty tensors, with which caches of keys begin.
 """
 
 from __future__ import annotations
@@ -106,6 +84,9 @@ def install() -> None:
             rules[scan] = _from_the_front(rules[scan])
     if SELECTED in rules:
         rules[SELECTED] = _of_selected(rules[SELECTED])
+    for paired in (aten.gather.default, aten.scatter_add.default):
+        if paired in rules:
+            rules[paired] = _of_equal_sizes(rules[paired])
     by_dim = propagator.op_single_dim_strategy_funcs
     for filled in FILLED:
         if filled in rules:
@@ -251,6 +232,26 @@ def _as_its_operand(rule: Any) -> Any:
         return strategy
 
     return placed
+
+
+def _of_equal_sizes(rule: Any) -> Any:
+    @functools.wraps(rule)
+    def placed(schema: Any) -> Any:
+        strategy = rule(schema)
+        shapes = [x.shape for x in schema.args_schema if hasattr(x, "strategies")]
+        found = [x for x in strategy.strategies if _fit(shapes, x.input_specs)]
+        strategy.strategies = found
+        return strategy
+
+    return placed
+
+
+def _fit(shapes: Any, specs: Any) -> bool:
+    """Tell whether all that is cut along one dimension has one size there."""
+    axes = zip(*(x.placements for x in specs), strict=True)
+    pairs = (zip(axis, shapes, strict=True) for axis in axes)
+    sizes = ({(p.dim, n[p.dim]) for p, n in x if p.is_shard()} for x in pairs)
+    return all(len(x) == len({dim for dim, _ in x}) for x in sizes)
 
 
 def _by_equal_dims(rule: Any) -> Any:

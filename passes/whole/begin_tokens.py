@@ -6,8 +6,8 @@
 
 Attention would share them out, but every rank would compute all that lies between.
 The gradient stays cut: what makes the tokens reads that of a rank's own, and gradients
-of parameters are added up over the ranks. Where ranks end inside of rows of an image,
-no view has their part of them, and every rank gets all of the gradient.
+of parameters are added up over the ranks. Where there are too few rows for the ranks,
+every rank gets all of the gradient.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..graph.nodes import all_nodes, fake_mode_of, fake_value, insert_call, modu
 from ..graph.sequence_tokens import constraint
 from ..model.sharding.dim_flows import token_operands
 from ..model.sharding.sequence_dims import SequenceDims
+from ..placement.token_moves import are_few
 
 
 @graph_pass(writes=("token_origins",))
@@ -58,11 +59,9 @@ def begin_tokens(graph: fx.Graph, ctx: Context) -> int:
 
 
 def _has_rows(node: fx.Node, dim: int, ranks: int) -> bool:
-    """Tell whether the tokens of a rank are whole rows of what `node` flattens."""
+    """Tell whether ranks can have the rows, some each, of what `node` flattens."""
     tokens = fake_value(node)
     rows = fake_value(node.all_input_nodes[0]) if node.all_input_nodes else None
-    if not isinstance(rows, Tensor) or rows.shape[:dim] != tokens.shape[:dim]:
+    if not isinstance(rows, Tensor) or rows.numel() != tokens.numel():
         return True
-    if rows.numel() != tokens.numel() or rows.shape[dim] == tokens.shape[dim]:
-        return True
-    return expected(rows.shape[dim]) % ranks == 0
+    return rows.shape[:dim] != tokens.shape[:dim] or not are_few(rows.shape[dim], ranks)

@@ -42,6 +42,7 @@ from .uneven_views import viewed
 from .window_rules import window_rules
 
 aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 class CallRules:
@@ -62,7 +63,7 @@ class CallRules:
             **row_rules(order),
             **product_rules(order),
             **REDUCTIONS,
-            aten.view.default: functools.partial(_view, order.cp_axis, lengths),
+            **dict.fromkeys(_VIEWS, functools.partial(_view, order.cp_axis, lengths)),
             MOVE: functools.partial(moved, chunks=None),
             aten.embedding_dense_backward.default: _looked_up_often,
             LATENT_KEYS: functools.partial(latent_step, order.cp_axis),

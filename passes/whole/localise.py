@@ -406,7 +406,8 @@ class Localise(EdgeValues):
                 value = value._local_tensor
             whole[x] = value, local
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: whole[x][0])
-        pairs = [whole[x] for x in _operands(node)]
+        leaves = pytree.tree_leaves((node.args, node.kwargs))  # as often as they are
+        pairs = [whole[x] for x in leaves if isinstance(x, fx.Node)]
         operands = [local for value, local in pairs if isinstance(value, Tensor)]
         call: Any = node.target
         if call is torch.ops.aten.view.default:  # rules give other orders in memory
@@ -455,7 +456,7 @@ class Localise(EdgeValues):
         leaves, tree = pytree.tree_flatten((args, node.kwargs))
         parts = (
             {}
-            if laid_out is None or _namespace(node) in _OURS
+            if laid_out is None or getattr(node.target, "namespace", "") in _OURS
             else self.parts[laid_out]
         )
         pairs: list[Pair] = [(x, None) for x in leaves]
@@ -542,16 +543,6 @@ def _symbols(graph: fx.Graph) -> dict[fx.Node, torch.SymInt]:
     return {
         x: n for x, n in inputs if isinstance(n, torch.SymInt) and n.node.expr.is_Symbol
     }
-
-
-def _namespace(node: fx.Node) -> str:
-    return getattr(node.target, "namespace", "")
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes among the arguments of a call, as often as they are there."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
-    return [x for x in leaves if isinstance(x, fx.Node)]
 
 
 def _shape_problem(value: Any, known: Any) -> str | None:

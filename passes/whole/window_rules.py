@@ -191,10 +191,11 @@ def _convolution_backward(
     x, counts = _summed(x), grad.shape[2:]
     windows = (weight, stride, before, counts, dilation)
     cut, axis = [*x.placements], cp_axis.axis
-    if cut[axis].is_replicate() and _cut_dim(cp_axis, grad) is not None:
-        cut[axis] = grad.placements[axis]  # rows of an image that every rank has
-        rows = _placed(x, cut)
-        x = x if _spans(cp_axis, rows, *windows) is None else rows
+    at = grad.placements[axis] if isinstance(grad, DTensor) else None
+    if cut[axis].is_replicate() and type(at) is Shard and at.dim != 1:
+        cut[axis] = at  # rows of images, or images, that every rank has
+        rows = _placed(x, cut) if _is_cut(cp_axis, grad, at.dim) else x
+        x = rows if at.dim == 0 or _spans(cp_axis, rows, *windows) else x
     spans = _spans(cp_axis, x, *windows)
     if spans is None:
         x = _whole_groups(_whole_positions(x), weight, groups)

@@ -43,7 +43,7 @@ def gpt2() -> torch.nn.Module:
     """Tied weights, and a graph break in front of the loss."""
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
     dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    config = transformers.GPT2Config(VOCABULARY, **sizes, **dropout)
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **dropout)
     return transformers.GPT2LMHeadModel(config)
 
 

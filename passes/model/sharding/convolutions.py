@@ -38,15 +38,10 @@ def reach_along(node: fx.Node, dim: int) -> int:
     """Return how many positions beside its own a convolution reads for each."""
     weight = fake_value(canonical_call(node).arguments["weight"])
     taps = weight.shape[dim - fake_value(node).ndim]
-    apart, stride = _by_dim(node, "dilation"), strides(node)
+    apart, stride = numbers(node, "dilation"), numbers(node, "stride")
     if dim not in apart or dim not in stride:
         return 0
     return max(0, int(apart[dim] * (taps - 1) + 1 - stride[dim]))
-
-
-def strides(node: fx.Node) -> dict[int, int]:
-    """Return the strides of a convolution, by dimension of positions."""
-    return _by_dim(node, "stride")
 
 
 def independent_channels(node: fx.Node, entries: int) -> dict[fx.Node, int] | None:
@@ -63,13 +58,13 @@ def independent_channels(node: fx.Node, entries: int) -> dict[fx.Node, int] | No
     return dims if bias is None else dims | {bias: 0}
 
 
-def _by_dim(node: fx.Node, name: str) -> dict[int, int]:
+def numbers(node: fx.Node, name: str) -> dict[int, int]:
     """Return numbers of a convolution by dimension of positions; none if unknown."""
     given: Any = canonical_call(node).arguments[name]
-    numbers = (given,) if isinstance(given, int) else tuple(given)
-    if not all(isinstance(n, int) for n in numbers):
+    found = (given,) if isinstance(given, int) else tuple(given)
+    if not all(isinstance(n, int) for n in found):
         return {}
     weight = fake_value(canonical_call(node).arguments["weight"])
     dims, last = weight.ndim - 2, fake_value(node).ndim
-    numbers = numbers * dims if len(numbers) == 1 else numbers
-    return dict(zip(range(last - dims, last), numbers, strict=True))
+    found = found * dims if len(found) == 1 else found
+    return dict(zip(range(last - dims, last), found, strict=True))

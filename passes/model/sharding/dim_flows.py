@@ -37,7 +37,7 @@ from ...graph.sequence_tokens import Wanted, wanted_of
 from ...placement.scan_calls import joined_operands
 from ..attention.find_attention import attention_operands
 from ..mutation.masked_rows import write_rows, write_rows_
-from .convolutions import CONVOLUTIONS, convolved, strides
+from .convolutions import CONVOLUTIONS, convolved, numbers
 
 _OF_TOKENS = (Wanted.OWN_ROWS, Wanted.ALL_ROWS, Wanted.KEY_SOURCE)
 
@@ -163,7 +163,7 @@ def _convolved(node: fx.Node, x: fx.Node, weight: fx.Node) -> list[DimFlow]:
     """
     before, after = fake_value(x).shape, fake_value(node).shape
     channels = len(after) + 1 - fake_value(weight).ndim
-    steps = strides(node)
+    steps = numbers(node, "stride")
     return [
         DimFlow(x, dim, dim)
         for dim in range(len(after))

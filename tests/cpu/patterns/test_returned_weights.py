@@ -12,13 +12,11 @@ from tests.cpu.model_cases import VOCABULARY, llama
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import check, deviations
 
-SEQ = 24
-
 
 def build(dtype):
     torch.manual_seed(0)
     model = llama(attn_implementation="eager").to(dtype)
-    ids = torch.randint(0, VOCABULARY, (2, SEQ))
+    ids = torch.randint(0, VOCABULARY, (2, 24))
     return model, {"input_ids": ids, "labels": ids}
 
 

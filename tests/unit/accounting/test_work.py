@@ -145,9 +145,8 @@ def test_one_warning_names_each_line_that_repeats_work(
         assert not warnings(caplog)
         return
     (text,) = warnings(caplog)
-    assert text.startswith("forward: the 4 ranks together do 1.00 times")
-    assert text.count(f"{one_attention.__file__}:") == 1, text
-    assert text.count("(gathers ") == 1 and "labels of -100" in text
+    assert text.startswith("forward: the 4 ranks together do 1.00") and "-100" in text
+    assert text.count(f"{one_attention.__file__}:") == 1 == text.count("(gathers ")
     caplog.clear()
     with mock.patch.multiple(lost_parallelism, LEAST_BYTES=0, LEAST_PART=0.0):
         accounts(Model(loss), tokens[:, :32], strategy="ring", layout="contiguous")

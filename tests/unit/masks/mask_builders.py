@@ -276,6 +276,15 @@ def lengths_of_keys(q, k, lengths):
     return (torch.arange(k.shape[-2]) < lengths[:, None])[:, None, None, :]
 
 
+def length_of_all(q, k, lengths):
+    return torch.arange(k.shape[-2]).expand(q.shape[-2], -1) < lengths[0]
+
+
+def lowest_twice(q, k, attention_mask):
+    low = torch.full((q.shape[-2], k.shape[-2]), -3e38).triu(1)  # as low as padding
+    return low + (1.0 - attention_mask[:, None, None, :].float()) * -3e38
+
+
 def blocks(q, k, numbers):
     """Gemma 3: causal, but images see all of themselves. No interval, no ids."""
     i, j = tokens(q, k)

@@ -83,6 +83,8 @@ FROM_DATA = [
     (b.prefix, ["lengths"], "key ranges from data"),
     (b.prefix_of_pairs, ["lengths"], "key ranges from data"),
     (b.lengths_of_keys, ["lengths"], "key ranges from data"),
+    (b.length_of_all, ["lengths"], "key ranges from data"),
+    (b.lowest_twice, ["attention_mask"], "dense float32 [2, 1, 21, 21]"),
     (b.blocks, ["numbers"], "dense bool [2, 1, 21, 21]"),
     (b.relative, ["weight"], "bias by distance"),
 ]

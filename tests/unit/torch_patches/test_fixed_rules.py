@@ -23,6 +23,8 @@ def test_every_call_has_its_own_shape(mesh):
     x = DTensor.from_local(torch.randn(4, 8), mesh, [Shard(0)], run_check=False)
     for k in (2, 1, 3):
         assert [tuple(y.shape) for y in x.topk(k)] == [(8, k)] * 2
+    few = DTensor.from_local(torch.zeros(3, 8).long(), mesh, [Shard(0)])  # 6 rows of 8
+    assert x.gather(1, few).placements == (Replicate(),)
     x = DTensor.from_local(torch.randn(8), mesh, [Replicate()], run_check=False)
     assert [x.histc(bins, -1, 1).shape[0] for bins in (4, 6)] == [4, 6]
 

@@ -87,6 +87,19 @@ class MaskParts:
         return MaskParts(self.visible, self.forgiving, self.added.to(dtype))
 
 
+def may_hide(added: Added, module: fx.GraphModule) -> bool:
+    """Tell whether a value has numbers that hide; known pairs are read as such."""
+    made = {added.view.node}
+    if added.view.node.op == "get_attr" and added.view.is_pairwise:
+        return False
+    for node in reversed(module.graph.nodes):
+        made.update(node.all_input_nodes if node in made else ())
+    numbers: list[Any] = [y for x in made for y in (*x.args, *x.kwargs.values())]
+    constants = [getattr(module, str(x.target)) for x in made if x.op == "get_attr"]
+    numbers += [x.abs().max().item() for x in constants if x.numel()]
+    return any(isinstance(x, int | float) and abs(x) >= -_HIDES for x in numbers)
+
+
 def visible_where(cases: Cases) -> MaskParts:
     """Read cases of zeros and of numbers that hide as parts of a mask.
 

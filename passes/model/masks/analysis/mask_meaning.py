@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cases import CaseReader
-from .distances import Added, DistanceReader, MaskParts, take_apart
+from .distances import Added, DistanceReader, MaskParts, may_hide, take_apart
 from .documents import can_be_ids, ids, same_tokens, within_documents
 from .formula import (
     Compare,
@@ -108,6 +108,7 @@ def _read(
     if (parts.forgiving and not sinks) and not (
         _sees_a_key(reading, formula, vectors, queries, keys)
         and not (any_length and _sees_only_later(reading.key_ranges))
+        and not (parts.added and may_hide(parts.added, vectors.program.module))
     ):
         return dense
     if parts.added is not None:

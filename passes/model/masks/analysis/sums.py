@@ -65,6 +65,7 @@ def compared(sign: str, a: Any, b: Any) -> Formula:
         if a.is_columns:
             a, b, sign = b, a, FLIPPED[sign]
         dtype = torch.result_type(a.like, b.like)
+        a = a if a.like.ndim else call(aten.view.default, a, (1, 1, 1, 1))
         return Compare(sign, _as(a, dtype), _as(b, dtype))
     lhs, rhs = _parts(a), _parts(b)
     rows = call(aten.sub.Tensor, lhs.rows, rhs.rows)
