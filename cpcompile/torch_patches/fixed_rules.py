@@ -7,8 +7,7 @@
 - Reductions over [], which to torch are all dimensions, leave the result of a part.
 - Views of tensors without elements look for groups of equal size without end.
 - Answers of topk, kthvalue and histc are remembered without the number they take.
-- The backward of group norm has no rule (torch 2.13 to 2.15). The one that is derived
-  takes up to minutes and leaves sizes that are those of the whole batch.
+- The backward of group norm has no rule (torch 2.13 to 2.15); a derived one is slow.
 - new_zeros and new_full of another shape than their operand are whole on every rank,
   also where the sharded dimensions are the operand's, as in the backward of gather.
 - _unsafe_index, by which interpolate picks rows, tries 720 placements. Of many only
@@ -36,7 +35,7 @@ from torch.distributed.tensor._ops.single_dim_strategy import (
     register_single_dim_strategy,
 )
 
-from cpcompile.geometry.lengths import is_same
+from cpcompile.geometry.lengths import hashable, is_same
 from cpcompile.torch_private.distributed import by_dtensor
 
 aten = torch.ops.aten
@@ -237,21 +236,22 @@ def _as_its_operand(rule: Any) -> Any:
 def _of_equal_sizes(rule: Any) -> Any:
     @functools.wraps(rule)
     def placed(schema: Any) -> Any:
-        strategy = rule(schema)
+        given = rule(schema)
         shapes = [x.shape for x in schema.args_schema if hasattr(x, "strategies")]
-        found = [x for x in strategy.strategies if _fit(shapes, x.input_specs)]
-        strategy.strategies = found
-        return strategy
+        given.strategies = [x for x in given.strategies if _fit(shapes, x.input_specs)]
+        return given
 
     return placed
 
 
 def _fit(shapes: Any, specs: Any) -> bool:
     """Tell whether all that is cut along one dimension has one size there."""
-    axes = zip(*(x.placements for x in specs), strict=True)
-    pairs = (zip(axis, shapes, strict=True) for axis in axes)
-    sizes = ({(p.dim, n[p.dim]) for p, n in x if p.is_shard()} for x in pairs)
-    return all(len(x) == len({dim for dim, _ in x}) for x in sizes)
+    for axis in zip(*(x.placements for x in specs), strict=True):
+        pairs = [(p, n) for p, n in zip(axis, shapes, strict=True) if p.is_shard()]
+        sizes = {(p.dim, hashable(n[p.dim])) for p, n in pairs}
+        if len(sizes) > len({dim for dim, _ in sizes}):
+            return False
+    return True
 
 
 def _by_equal_dims(rule: Any) -> Any:

@@ -6,8 +6,7 @@
 
 Attention would share them out, but every rank would compute all that lies between.
 The gradient stays cut: what makes the tokens reads that of a rank's own, and gradients
-of parameters are added up over the ranks. Where there are too few rows for the ranks,
-every rank gets all of the gradient.
+of parameters are added up over the ranks. If rows are too few, all ranks get all of it.
 """
 
 from __future__ import annotations

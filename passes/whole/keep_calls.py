@@ -5,7 +5,6 @@
     constraint(x, EXCHANGED, 1, 2)      ->  cp_whole.split_along(x, 1, 2)
     constraint(keys, ALL_ROWS, 2)       ->  cp_whole.split_along(keys, 2, ALL)
     mixed_in_parts([q, k, v])           ->  cp_whole.mixer_in_parts([q, k, v])
-    cp_row_parallel(moe_dispatch, x)    ->  cp_whole.by_rows([x], "moe_dispatch ..")
     out = cp.ring_attention(q, ...)[0]  ->  in_memory_order(out, (0, 2, 1, 3))
 
 The last is where attention on one device has another order in memory than ours: random

@@ -96,8 +96,10 @@ def may_hide(added: Added, module: fx.GraphModule) -> bool:
         made.update(node.all_input_nodes if node in made else ())
     numbers: list[Any] = [y for x in made for y in (*x.args, *x.kwargs.values())]
     constants = [getattr(module, str(x.target)) for x in made if x.op == "get_attr"]
-    numbers += [x.abs().max().item() for x in constants if x.numel()]
-    return any(isinstance(x, int | float) and abs(x) >= -_HIDES for x in numbers)
+    known = all(type(x) is Tensor for x in constants)  # else they have no value yet
+    numbers += [x.abs().max().item() for x in constants if known and x.numel()]
+    numbers = [abs(x) for x in numbers if isinstance(x, int | float)]
+    return not known or max(numbers, default=0) >= -_HIDES
 
 
 def visible_where(cases: Cases) -> MaskParts:
