@@ -50,11 +50,11 @@ class MixerPlan:
         own = prices.get(self.strategy)
         price = "" if own is None else f", {own * 1e3:.3g} ms"
         other = self.runner_up
-        next_best = (
-            ""
-            if other is None
-            else f"; runner-up {other[0].value}, {other[1] * 1e3:.3g} ms"
-        )
+        next_best = ""
+        if other is not None:
+            next_best = f"; runner-up {other[0].value}, {other[1] * 1e3:.3g} ms"
+            if own is not None and other[1] < own and not self.forced:
+                next_best += " by itself, more with the calls around it"
         forced = " (forced)" if self.forced else ""
         return (
             f"mixer {self.name}{calls} at {self.path}: {self.strategy.value}{along}"

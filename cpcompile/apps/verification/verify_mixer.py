@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpcompile.ops.mixers.mixer import (
-    RESULT,
-    Mixer,
-    arguments_by_name,
-    result_names,
-)
+from cpcompile.ops.mixers.mixer import Mixer, arguments_by_name, result_name
 from cpcompile.ops.mixers.registry import mixer_of
 
 _EPSILONS = 1e4
@@ -146,9 +141,7 @@ class _Trial:
         second = self._results(rest, {state.final: True} | given)
         for name, dim in self.mixer.tokens.items():
             if name in self.whole:
-                # With a state, the only result has become the first of two.
-                key = name if name in first else f"{RESULT}[0]"
-                whole = torch.cat([first[key], second[key]], dim)
+                whole = torch.cat([first[name], second[name]], dim)
                 text = (
                     f'"{state.initial}" and "{state.result}": result "{name}" is that '
                     "of two parts, one after the other"
@@ -194,8 +187,8 @@ class _Trial:
         kwargs = {k: values.get(id(x), x) for k, x in self.kwargs.items()}
         results = self.function(*args, **{**kwargs, **(more or {})})
         results = (results,) if isinstance(results, Tensor) else tuple(results)
-        named = zip(result_names(len(results)), results, strict=True)
-        return {name: x for name, x in named if isinstance(x, Tensor)}
+        named = enumerate(results)
+        return {result_name(i): x for i, x in named if isinstance(x, Tensor)}
 
 
 def _close(x: Tensor, y: Tensor) -> bool:

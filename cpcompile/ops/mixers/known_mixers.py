@@ -95,7 +95,7 @@ def _scan_shape(a: Mapping[str, Any]) -> MixerShape:
 
 def _chunk_scan() -> Mixer:
     """x, z [B, S, H, P], dt [B, S, H], B, C [B, S, G, N]; states [B, H, P, N]."""
-    per_token = ("x", "dt", "B", "C", "z", "return", "return[0]")
+    per_token = ("x", "dt", "B", "C", "z", "return")
     per_head = ("A", "D", "dt_bias")
     states = ("initial_states", "return[1]")
     return Mixer(
@@ -105,7 +105,7 @@ def _chunk_scan() -> Mixer:
             | dict.fromkeys(per_head, 0)
             | dict.fromkeys(states, 1),
             "batch": dict.fromkeys((*per_token, *states, "seq_idx"), 0),
-            "value channels": dict.fromkeys(("x", "z", "return", "return[0]"), 3)
+            "value channels": dict.fromkeys(("x", "z", "return"), 3)
             | dict.fromkeys(states, 2)
             | {"D": 1},  # or one number for all channels of a head
         },
@@ -141,7 +141,7 @@ def _selective_scan() -> Mixer:
 
     There is no state to begin with: packages have none here.
     """
-    per_token = ("u", "delta", "z", "return", "return[0]")
+    per_token = ("u", "delta", "z", "return")
     return Mixer(
         tokens=dict.fromkeys((*per_token, "B", "C"), 2),
         independent={

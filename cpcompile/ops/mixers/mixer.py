@@ -10,8 +10,9 @@ state        enters as initial_state, is asked for by output_final_state
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from cpcompile.cost.mixer_shapes import MixerShape
 from cpcompile.errors import InputError
 
 RESULT = "return"
-"""The name of a result; of several, the first is `return[0]`."""
+"""The name of a result in claims; it stands for `return[0]`, the first of several."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,15 @@ class Mixer:
     ndims: Mapping[str, int] = field(default_factory=dict)
     others: frozenset[str] | None = None
     shape: Callable[[Mapping[str, Any]], MixerShape] | None = None
+
+    def __post_init__(self) -> None:
+        """Call every result by its number, whichever name the claims use."""
+        own = {name: _of_results(dims) for name, dims in self.independent.items()}
+        object.__setattr__(self, "tokens", _of_results(self.tokens))
+        object.__setattr__(self, "independent", own)
+        state = self.state
+        if state is not None and state.result == RESULT:
+            object.__setattr__(self, "state", replace(state, result=result_name(0)))
 
     def problem(self, arguments: Mapping[str, Any], ndims: Mapping[str, int]) -> str:
         """Say why nothing is known of a call; "" if this holds for it.
@@ -136,9 +146,17 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def result_names(count: int) -> list[str]:
-    """Return the names of the results of a call that has so many."""
-    return [RESULT] if count == 1 else [f"{RESULT}[{i}]" for i in range(count)]
+def result_name(index: int) -> str:
+    """Return the name of one of the results of a call."""
+    return f"{RESULT}[{index}]"
+
+
+def _of_results(dims: Mapping[str, int]) -> dict[str, int]:
+    return {result_name(0) if x == RESULT else x: dim for x, dim in dims.items()}
+
+
+def _is_result(name: str) -> bool:
+    return re.fullmatch(rf"{RESULT}\[\d+\]", name) is not None
 
 
 def check_claims(function: Callable[..., Any], mixer: Mixer) -> None:
@@ -154,15 +172,15 @@ def check_claims(function: Callable[..., Any], mixer: Mixer) -> None:
     unknown = sorted(
         name
         for name in {*mixer.names(), *of_state}
-        if name not in known and not name.startswith(RESULT)
+        if name not in known and not _is_result(name)
     )
     if unknown:
         raise InputError(
             f"register_mixer: {function.__qualname__} has no argument "
             f"{', '.join(map(repr, unknown))}; it has {', '.join(parameters)}, and "
-            f'results are called "{RESULT}", or "{RESULT}[0]", "{RESULT}[1]" of several'
+            f'results are called "{RESULT}", and "{RESULT}[1]" and so on, of several'
         )
-    if not any(name.startswith(RESULT) for name in mixer.tokens):
+    if not any(map(_is_result, mixer.tokens)):
         raise InputError(
             f"register_mixer: the tokens of {function.__qualname__} are "
             f"{dict(mixer.tokens)}, of no result; needed the dimension of its "
@@ -173,7 +191,9 @@ def check_claims(function: Callable[..., Any], mixer: Mixer) -> None:
 def _check_state(name: str, state: MixerState) -> None:
     """Raise InputError for a state whose summary could not be computed."""
     problem = ""
-    if not state.values:
+    if not (state.initial and state.final and state.result):
+        problem = "initial, final and result are needed, a name each"
+    elif not state.values:
         problem = "values is empty; needed the arguments that enter B alone"
     elif (state.rows is None) != (state.columns is None):
         problem = "needed both rows and columns, or neither"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpcompile.ops.mixers.mixer import RESULT, Mixer, arguments_by_name, result_names
+from cpcompile.ops.mixers.mixer import Mixer, arguments_by_name, result_name
 from cpcompile.ops.mixers.registry import function_key, mixer_of, registered
 from cpcompile.torch_private import pytree
 
@@ -118,12 +118,8 @@ class MixerCall:
     @property
     def result_names(self) -> list[str]:
         """Names of the results that are tensors, by `Mixer`."""
-        if self.results is None:
-            return [RESULT]
-        names = result_names(len(self.results))
-        return [
-            x for x, is_tensor in zip(names, self.results, strict=True) if is_tensor
-        ]
+        results = (True,) if self.results is None else self.results
+        return [result_name(i) for i, is_tensor in enumerate(results) if is_tensor]
 
     @property
     def readable(self) -> str:
@@ -225,14 +221,11 @@ class MixerCall:
         return forms
 
     def _lengthened(self, results: Any, size: Any) -> Any:
+        dims = self.mixer.tokens
         if isinstance(results, _Form):
-            dim = self.mixer.tokens.get(RESULT)
-            if dim is None:
-                dim = self.mixer.tokens.get(f"{RESULT}[0]")
-            return _lengthen(results, dim, size)
+            return _lengthen(results, dims.get(result_name(0)), size)
         return tuple(
-            _lengthen(x, self.mixer.tokens.get(name), size)
-            for name, x in zip(result_names(len(results)), results, strict=True)
+            _lengthen(x, dims.get(result_name(i)), size) for i, x in enumerate(results)
         )
 
     def _call(self, tensors: Sequence[Tensor]) -> Any:

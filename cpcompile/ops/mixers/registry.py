@@ -39,8 +39,8 @@ def register_mixer(
         function: of tensors and constants; it returns a tensor, or a tuple of tensors
             and None.
         tokens: the dimension of the tokens, by name of an argument. "return" is the
-            result, "return[0]" the first of several. An argument that is not listed is
-            the same for all tokens.
+            result, or the first of several, "return[1]" the second. An argument that
+            is not listed is the same for all tokens.
         independent: by any name, a dimension whose entries do not meet: where it is in
             arguments and in all results. What is not listed is the same for all.
         state: how the function is called on a part of the tokens after another.

@@ -32,13 +32,10 @@ def running(x, gate, s=None, return_state=False, power=1):
 
 def register(**changed):
     claims = {
-        "tokens": {"x": 1, "gate": 1, "return": 1, "return[0]": 1},
+        "tokens": {"x": 1, "gate": 1, "return": 1},
         "independent": {
-            "channels": {"x": 2, "gate": 2, "s": 1, "return": 2, "return[0]": 2,
-                         "return[1]": 1},
-            "batch": dict.fromkeys(
-                ("x", "gate", "s", "return", "return[0]", "return[1]"), 0
-            ),
+            "channels": {"x": 2, "gate": 2, "s": 1, "return": 2, "return[1]": 1},
+            "batch": dict.fromkeys(("x", "gate", "s", "return", "return[1]"), 0),
         },
         "state": cp.MixerState(
             initial="s", final="return_state", result="return[1]", values=("x",)
@@ -61,7 +58,7 @@ def test_the_text_of_a_call_makes_it_again(operands):
     again = MixerCall.of_text(str(call))
     assert again == call
     assert call.names == ("x", "gate")
-    assert call.result_names == ["return"]
+    assert call.result_names == ["return[0]"]
     assert torch.equal(again.run(tensors)[0], running(*operands))
     register()
     call, tensors = MixerCall.of(running, operands, {})
@@ -132,6 +129,10 @@ def test_claims_about_other_arguments_are_refused():
         register(tokens={"y": 1, "return": 1})
     with pytest.raises(InputError, match="of no result"):
         register(tokens={"x": 1})
+    with pytest.raises(InputError, match="no argument 'returned'"):
+        register(tokens={"x": 1, "returned": 1})
+    with pytest.raises(InputError, match="are needed, a name each"):
+        register(state=cp.MixerState("s", None, "return[1]", ("x",)))
     with pytest.raises(InputError, match="needed a function"):
         cp.register_mixer(3, tokens={}, independent={})
 
