@@ -112,7 +112,7 @@ def _scaled(scores: Scores, node: fx.Node, other: Any, kind: str) -> Scores | No
     if _not_scales(scores) or scores.cap or scores.sinks is not None:
         return None
     labels = _broadcast(scores, value)
-    if labels is None or fake_value(node).dtype != fake_value(scores.nodes[-1]).dtype:
+    if labels is None:
         return None
     term = Term(kind, other, labels, len(scores.regroupings))
     return scores.then(node, terms=(*scores.terms, term))

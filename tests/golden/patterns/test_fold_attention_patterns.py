@@ -86,6 +86,20 @@ def test_upcast_queries_and_keys(mesh):
     )
 
 
+def test_a_learned_factor_of_more_digits(mesh):
+    """In float32, of scores in bfloat16: queries are scaled, and keep their dtype."""
+
+    def attention(q, k, v, factor):
+        with torch.autocast("cpu", torch.bfloat16):
+            return ((q @ k.mT) * factor[:, None, None]).softmax(-1) @ v
+
+    q, k, v = torch.randn(3, 2, 4, 6, 8, dtype=torch.bfloat16)
+    found = capture(attention, q, k, v, torch.randn(4), mesh=mesh, shard=QKV)
+    text = found["fold_attention_patterns"].after
+    assert "to = to(mul_1, torch.bfloat16)" in text
+    assert "plain_attention(to, l_k_, l_v_, scale=1)" in text
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_same_for_all_keys(mesh, trained):
     """It changes no softmax, and is left out unless it gets a gradient, of zeros."""
