@@ -64,6 +64,7 @@ RULES_OF_OTHERS = {
     aten._int_mm.default: aten.mm.default,
     aten.detach_copy.default: aten.detach.default,
     aten.view_copy.default: aten.view.default,
+    aten.scatter_reduce.two: aten.scatter.src,
 }
 COUNTED = (aten.topk.default, aten.kthvalue.default, aten.histc.default)
 

@@ -401,7 +401,7 @@ _RULES: dict[str, DimMapRule] = {
     **dict.fromkeys(
         ("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "topk",
          "sort", "_softmax_backward_data", "_log_softmax_backward_data", "scatter",
-         "scatter_add", "slice_scatter"),
+         "scatter_add", "scatter_reduce", "slice_scatter"),
         _along,
     ),
     **dict.fromkeys(

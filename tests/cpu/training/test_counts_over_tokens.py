@@ -77,11 +77,12 @@ STATISTICS = {
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=1),
 }
 REDUCED_AT = {
-    f"scatter_reduce, {how}, include_self={own}": lambda x, how=how, own=own: (
-        x.new_ones(2, 3, 3).scatter_reduce(
-            1, ids(x, 3)[..., None].expand(-1, -1, 3), x, how, include_self=own
+    f"scatter_reduce, {how}, include_self={own}": lambda x, how=how, own=own: [
+        y.scatter_reduce(
+            dim, ids(x, 3)[..., None].expand(-1, -1, 3), x, how, include_self=own
         )
-    )
+        for dim, y in ((1, x.new_ones(2, 3, 3)), (2, x.cos()))
+    ]
     for how in ("sum", "prod", "mean", "amax")
     for own in (True, False)
 }

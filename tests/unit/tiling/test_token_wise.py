@@ -77,6 +77,11 @@ CALLS = {
         (A, 2, index(5, 2, 6, 3), numbers(2, 6, 3)),
         2,
     ),
+    "scatter_reduce": (
+        aten.scatter_reduce.two,
+        (A, 2, index(5, 2, 6, 3), numbers(2, 6, 3), "amax"),
+        2,
+    ),
     "new_zeros": (aten.new_zeros.default, (A, [2, 6, 3]), (3, 0)),
     "slice": (aten.slice.Tensor, (A, 2, 1, 4), 2),
     "slice_scatter": (aten.slice_scatter.default, (A, numbers(2, 6, 2), 2, 1, 3), 2),

@@ -120,6 +120,9 @@ def test_what_stays_on_its_rank(mesh):
     picked = x.gather(2, index)
     (grad,) = torch.autograd.grad(picked.sum(), x)
     assert grad.placements == (Shard(1),) and grad.to_local().shape == (1, 4, 6)
+    for dim, placement in ((-1, Shard(1)), (-2, Replicate())):  # along which is written
+        written = x.scatter_reduce(dim, index, x, "amax", include_self=False)
+        assert written.placements == (placement,)
     x, weight = torch.ones(4, 8, dtype=torch.int8), torch.ones(8, 6, dtype=torch.int8)
     rows = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
     everywhere = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
