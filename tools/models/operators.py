@@ -90,6 +90,13 @@ def main(arguments: list[str]) -> int:
             if options.seconds and time.monotonic() - started > options.seconds:
                 break
     if options.write:
+        known = {CutSample.of(case).operator for case in rows}
+        lost = [x["operator"] for x in json.loads(RECORD.read_text())["rows"]]
+        if lost := sorted({*lost} - known):
+            parser.error(
+                f"--write would drop {len(lost)} operators of the record, such as "
+                f"{lost[0]}: {options.work} has no result of them; run them first"
+            )
         note_load(about)
         replace(RECORD, written(about, rows.values()))
     summary(news)

@@ -26,6 +26,7 @@ _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "cp::all_gather_attention",
             "cp::ulysses_attention",
             "cp::hybrid_attention",
+            "cp::split_kv_attention",
             "cp::attention_step",
             "aten::_scaled_dot_product",
         ),
