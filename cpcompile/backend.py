@@ -21,7 +21,7 @@ from cpcompile.frontend.request import agreed_request
 from cpcompile.logs import warn_unsharded
 from cpcompile.ops.mixers.keep_mixers import is_known, keep
 from cpcompile.options import Options, parse_options
-from cpcompile.passes.model.sharding.program_outputs import keep_named
+from cpcompile.passes.whole.program_outputs import keep_named
 from cpcompile.progress import compiling
 from cpcompile.ranks import heartbeat
 from cpcompile.settings import setting

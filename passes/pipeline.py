@@ -40,14 +40,11 @@ from .model.attention.insert_attention import insert_attention
 from .model.latents.find_latents import find_latents
 from .model.masks.rewrite_masks import rewrite_masks
 from .model.mixers.exchange_mixers import exchange_mixers
-from .model.mixers.find_windows import find_windows
-from .model.mixers.split_pairs_by_rows import split_pairs_by_rows
 from .model.moe.fold_moe_dispatch import fold_moe_dispatch
 from .model.mutation.number_rows import number_rows
 from .model.normalize.fold_kv_repeat import fold_kv_repeat
 from .model.normalize.fold_scans import fold_scans
 from .model.normalize.inline_attention_modules import inline_attention_modules
-from .model.patterns.decompose_flex_attention import decompose_flex_attention
 from .model.patterns.fold_attention_patterns import fold_attention_patterns
 from .whole.begin_tokens import begin_tokens
 from .whole.cut_early import cut_early
@@ -57,7 +54,6 @@ from .whole.keep_products import keep_products
 from .whole.keep_rows import keep_rows
 from .whole.leave_for_later import leave_for_later
 from .whole.localise import WholeProgram, localise
-from .whole.refuse_attention import refuse_attention
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +62,8 @@ C = TypeVar("C")
 MODEL: tuple[GraphPass[Context], ...] = (
     inline_attention_modules,  # first: its calls are to be found
     number_rows,  # before what reads the calls: torch would ask for sizes
-    decompose_flex_attention,
     fold_attention_patterns,  # before what reads the calls
     find_attention,  # reads what all later passes decide on
-    find_windows,  # after find_attention: such calls are left alone by all that follow
     fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best
     rewrite_masks,  # what is merely causal is planned as such
     fold_moe_dispatch,  # before find_latents: no token depends on others then
@@ -77,10 +71,8 @@ MODEL: tuple[GraphPass[Context], ...] = (
     choose_strategy,  # needs nothing but the calls
     insert_attention,
     fold_scans,  # before exchange_mixers, which shares them
-    split_pairs_by_rows,  # before exchange_mixers, which would share what follows
     exchange_mixers,
     begin_tokens,
-    refuse_attention,  # after it: over shared tokens nothing else is left
     leave_for_later,
     keep_calls,  # last: it writes what the others mark
 )

@@ -60,13 +60,13 @@ CONCERNS = {
         passes/joint/record_mixers.py cpcompile/cost/mixer
         passes/model/normalize/fold_scans.py cpcompile/torch_patches/kept_mixers.py""",
     "sharding and placement": """
-        passes/model/sharding passes/placement cpcompile/ops/tile_sums.py
+        passes/model/tokens passes/placement cpcompile/ops/tile_sums.py
         cpcompile/ops/comm/communic cpcompile/ops/comm/relayout.py""",
     "moved tokens, windows, halos, convolutions": """
         cpcompile/ops/comm/moved_tokens.py cpcompile/ops/comm/token_runs.py
         passes/placement/token_
         cpcompile/frontend/image_rows.py
-        passes/model/sharding/convolutions.py""",
+        passes/model/tokens/convolutions.py""",
     "one form: spelling, mutation, transforms": """
         passes/model/mutation passes/model/normalize passes/graph/calls.py
         passes/graph/constant_arguments.py

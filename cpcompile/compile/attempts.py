@@ -37,8 +37,8 @@ from cpcompile.passes.graph.nodes import fake_value, output_nodes
 from cpcompile.passes.joint.tiling.tiling_options import least_in_tiles
 from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.masks.constant_buffers import without_changing
-from cpcompile.passes.model.sharding.program_outputs import gather_limit
 from cpcompile.passes.pipeline import MODEL, run_passes
+from cpcompile.passes.whole.program_outputs import gather_limit
 from cpcompile.ranks.agreement import (
     all_gather_text,
     attempt,

@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.passes.graph.calls import canonical_call, spelled
-from cpcompile.passes.graph.nodes import all_nodes, expected_shape, fake_value
+from cpcompile.passes.graph.nodes import all_nodes, expected_shape, fake_value, reached
 from cpcompile.passes.model.patterns.unmatched import is_product
-from cpcompile.passes.model.sharding.convolutions import CONVOLUTIONS
-from cpcompile.passes.model.sharding.dim_flows import rows_before
-from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
+from cpcompile.passes.model.tokens.convolutions import CONVOLUTIONS
+from cpcompile.passes.model.tokens.dim_flows import rows_before
+from cpcompile.passes.model.tokens.sequence_dims import SequenceDims
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 Rows = tuple[fx.Node, int]
@@ -116,13 +116,7 @@ def _read(convolution: fx.Node) -> Rows:
 
 def _products_after(node: fx.Node, among: Set[fx.Node]) -> list[fx.Node]:
     """Return the products that are made of a value, and of what is made of it."""
-    open_nodes, seen = [node], {node}
-    while open_nodes:
-        for user in open_nodes.pop().users:
-            if user in among and user not in seen:
-                seen.add(user)
-                open_nodes.append(user)
-    return [x for x in seen if is_product(x)]
+    return [*filter(is_product, reached([node], lambda x: among & x.users.keys()))]
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

@@ -29,8 +29,8 @@ from cpcompile.passes.model.patterns.match_attention import attention_patterns
 from cpcompile.passes.model.patterns.matched import AttentionPattern
 from cpcompile.passes.model.patterns.pattern_sequences import over_sequences
 from cpcompile.passes.model.patterns.unmatched import is_product
-from cpcompile.passes.model.sharding.dim_flows import token_operands
-from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
+from cpcompile.passes.model.tokens.dim_flows import token_operands
+from cpcompile.passes.model.tokens.sequence_dims import SequenceDims
 
 
 def infer_inputs(

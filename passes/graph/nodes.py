@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -27,6 +27,8 @@ from cpcompile.torch_private import pytree
 from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from .constant_arguments import Method
+
+X = TypeVar("X", bound=Hashable)
 
 # Higher-order operators whose first argument is a sub-graph that runs inline.
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -135,6 +137,20 @@ def module_path(node: fx.Node) -> str:
     path = re.sub(r"^[LG]\['\w+'\]\.?", "", path)  # the root: a local or a global
     path = path.replace("__dict__['_modules']['", "")  # of a __getattr__ of its own
     return path.replace("_modules['", "").replace("']", "") or "<top level>"
+
+
+def reached(
+    starts: Iterable[X], following: Callable[[X], Iterable[X]]
+) -> dict[X, None]:
+    """Return these and all that follows from them, each once, in an order."""
+    found = dict.fromkeys(starts)
+    waiting = [*found]
+    while waiting:
+        for x in following(waiting.pop()):
+            if x not in found:
+                found[x] = None
+                waiting.append(x)
+    return found
 
 
 def where(node: fx.Node) -> str:

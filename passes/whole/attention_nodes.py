@@ -19,7 +19,7 @@ from cpcompile.torch_private import pytree
 from cpcompile.torch_private.operators import OpOverload
 
 from ..graph.cp_attention import OPERATORS, PLAN
-from ..graph.nodes import value_of
+from ..graph.nodes import reached, value_of
 from ..joint.tiling import sink_slices
 from .composition_rules import COMPOSITIONS
 from .local_values import LocalValues
@@ -130,15 +130,14 @@ def unread_masks(calls: Iterable[fx.Node], known: LocalValues) -> dict[int, Any]
 
 def _makers(mask: Any) -> set[fx.Node]:
     """Return the calls that make a mask, and what has all its pairs, on the way."""
-    pairs, waiting, found = value_of(mask).numel(), [mask], set[fx.Node]()
-    while waiting:
-        node = waiting.pop()
-        if node in found or node.op != "call_function":
-            continue
+    pairs = value_of(mask).numel()
+
+    def is_maker(node: fx.Node) -> bool:
         value = value_of(node)
-        if not isinstance(value, Tensor) or value.numel() >= pairs:
-            found.add(node)
-            waiting += node.all_input_nodes
+        is_large = not isinstance(value, Tensor) or value.numel() >= pairs
+        return is_large and node.op == "call_function"
+
+    found = reached([mask], lambda x: filter(is_maker, x.all_input_nodes))
     return {x for x in found if not getattr(x.target, "is_view", False)} or {mask}
 
 

@@ -7,6 +7,7 @@
 Attention would share them out, but every rank would compute all that lies between.
 The gradient stays cut: what makes the tokens reads that of a rank's own, and gradients
 of parameters are added up over the ranks. If rows are too few, all ranks get all of it.
+Attention over tokens that is none of ours is refused then (refuse_attention).
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from ..graph.graph_pass import graph_pass
 from ..graph.mixer_calls import is_mixer
 from ..graph.nodes import all_nodes, fake_mode_of, fake_value, insert_call, module_path
 from ..graph.sequence_tokens import constraint
-from ..model.sharding.dim_flows import token_operands
-from ..model.sharding.sequence_dims import SequenceDims
+from ..model.tokens.dim_flows import token_operands
+from ..model.tokens.sequence_dims import SequenceDims
 from ..placement.token_moves import are_few
+from .refuse_attention import refuse_attention
 
 
-@graph_pass(writes=("token_origins",))
+@graph_pass(reads=("calls",), writes=("token_origins",))
 def begin_tokens(graph: fx.Graph, ctx: Context) -> int:
-    """Insert the splits; return how many."""
+    """Insert the splits; return how many. Raises: RewriteError, if strict."""
     operands = [
         pair
         for x in all_nodes(graph)
@@ -54,6 +56,7 @@ def begin_tokens(graph: fx.Graph, ctx: Context) -> int:
         node.replace_all_uses_with(split, delete_user_cb=is_other)
         shape = [expected(n) for n in value.shape]
         ctx.findings.token_origins.append(f"{module_path(node)} {node.name} {shape}")
+    refuse_attention(graph, ctx)
     return len(ctx.findings.token_origins)
 
 

@@ -36,9 +36,9 @@ from ..graph.context import (
     OutputPlacement,
 )
 from ..graph.nodes import layout_outside
-from ..model.sharding.program_outputs import is_gathered
 from .local_calls import placed
 from .other_axes import Chunks
+from .program_outputs import is_gathered
 
 Placements = tuple[Placement, ...]
 COPY = torch.ops.aten.copy_.default

@@ -32,10 +32,10 @@ from ..graph.constant_arguments import MeshAxis
 from ..graph.context import PARAMETERS, Context, InputKind, LaterResult
 from ..graph.effects import is_in_place, written_memory
 from ..graph.graph_pass import graph_pass
-from ..graph.nodes import fake_value, output_nodes, storage
-from ..model.sharding.program_outputs import is_gathered
+from ..graph.nodes import fake_value, output_nodes, reached, storage
 from ..placement.placement_calls import cp_replicate
 from .edges import share_of
+from .program_outputs import is_gathered
 
 _MOST_CALLS = 20  # that make a weight of parameters
 
@@ -90,17 +90,9 @@ def _source(result: fx.Node, ctx: Context) -> tuple[fx.Node, WidenedValue] | Non
 
 def _is_read(result: fx.Node) -> bool:
     """Tell whether another result is made of one, as a loss."""
-    waiting, seen = [result], set[fx.Node]()
-    while waiting:
-        for user in waiting.pop().users:
-            if user.op == "output":
-                continue
-            if any(reader.op == "output" for reader in user.users):
-                return True
-            if user not in seen:
-                seen.add(user)
-                waiting.append(user)
-    return False
+    after = reached([result], lambda x: x.users)
+    leave = [x for x in after if any(user.op == "output" for user in x.users)]
+    return leave != [result]
 
 
 class _Program:

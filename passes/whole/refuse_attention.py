@@ -15,21 +15,17 @@ from cpcompile.logs import warn_once, warn_unsharded
 from cpcompile.ops.plain_attention import plain_attention
 from cpcompile.ops.shared_mixers import SPLIT_ALONG
 
+from ..graph.attention_calls import attention_operands
 from ..graph.context import AttentionCall, Context
-from ..graph.graph_pass import graph_pass
 from ..graph.nodes import all_nodes, fake_mode_of, fake_value
-from ..model.attention.find_attention import attention_operands, unplanned_calls
-from ..model.sharding.sequence_dims import SequenceDims
+from ..model.attention.find_attention import unplanned_calls
+from ..model.tokens.sequence_dims import SequenceDims
 
 _DIMS = 4  # batch, heads, tokens, head dim
 
 
-@graph_pass(reads=("calls",))
-def refuse_attention(graph: fx.Graph, ctx: Context) -> int:
-    """Return how many such calls there are.
-
-    Raises: RewriteError for one over a sharded sequence, if strict.
-    """
+def refuse_attention(graph: fx.Graph, ctx: Context) -> None:
+    """Warn of such calls, or raise RewriteError for one over a sharded sequence."""
     left = [
         call
         for node, call in unplanned_calls(ctx).items()
@@ -46,7 +42,6 @@ def refuse_attention(graph: fx.Graph, ctx: Context) -> int:
             raise RewriteError(message)
         else:
             warn_once(f"{call.node.name} runs on gathered tensors, because {message}")
-    return len(left)
 
 
 def _shared(graph: fx.Graph, ctx: Context, call: AttentionCall) -> Iterator[bool]:

@@ -41,7 +41,7 @@ def rewrite(
     found: list[Any] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        ctx: Any = SimpleNamespace(findings=Findings())
+        ctx: Any = SimpleNamespace(findings=Findings(), inputs={}, length=None)
         texts[""] = golden_text(gm.graph)
         for run in READERS:
             counts[run.__name__] = run(gm.graph, ctx)

@@ -34,6 +34,7 @@ from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.head_exchange import Results, ulysses_scatter
 from cpcompile.ops.comm.heads_in_groups import with_heads_in_groups
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
+from cpcompile.ops.dtensor.mask_placements import OF_HEADS
 from cpcompile.ops.step.aten_flash import flash_forward, flash_operands, is_empty
 from cpcompile.ops.strategies.contract import (
     Saved,
@@ -74,7 +75,7 @@ def ulysses_attention(
         )
         check_operands(name, q, k, v, queries, keys, pg.rank())
         is_causal, scale = inputs.spec.is_causal, inputs.spec.scale
-        plain = inputs.sinks is None and not inputs.spec.wants_lse
+        plain = not (inputs.tensors or inputs.spec.wants_lse)
         if inputs.has_modifiers:
             plain = False
             check_inputs(name, q, inputs, (q_len, kv_len))
@@ -109,7 +110,7 @@ def inputs_of_own_heads(
 ) -> AttentionInputs:
     """Return the inputs of this rank's heads; a bias has the rows of all of `group`.
 
-    Sinks and seeds are those of these heads, and so is a bias of positions. A bias of
+    Those of OF_HEADS are those of these heads, and so is a bias of positions. A bias of
     pairs becomes [B or 1, heads per rank or 1, length, S], from [B or 1, H or 1, local
     queries, S]; rank r has the r-th chunk of `size` of the `length` rows. Queries say
     how heads are split in an exchange; here they are empty.
@@ -123,8 +124,8 @@ def inputs_of_own_heads(
         padded = F.pad(x, (0, per_rank * pg.size() - heads))
         return padded.narrow(-1, per_rank * pg.rank(), per_rank)
 
-    seeds, sinks = own_heads(inputs.seeds), own_heads(inputs.sinks)
-    inputs = replace(inputs, seeds=seeds, sinks=sinks)
+    of_heads: dict[str, Any] = {x: own_heads(getattr(inputs, x)) for x in OF_HEADS}
+    inputs = replace(inputs, **of_heads)
     if inputs.spec.score_mod:
         first = per_rank * pg.rank()
         spec = replace(inputs.spec, first_head=first, last_head=heads - 1)
@@ -158,8 +159,8 @@ def inputs_of_some_heads(
         spec = replace(spec, first_head=spec.first_head + first)
     elif bias is not None and bias.shape[1] > 1:
         bias = cut(bias, 1)
-    seeds, sinks = cut(inputs.seeds, 1), cut(inputs.sinks, 0)
-    return replace(inputs, spec=spec, bias=bias, seeds=seeds, sinks=sinks)
+    of_heads = {x: cut(getattr(inputs, x), dims[1]) for x, dims in OF_HEADS.items()}
+    return replace(inputs, spec=spec, bias=bias, **of_heads)
 
 
 def causal_ranges(length: int, like: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from cpcompile.torch_patches.saved_values import (
     slowest_to_repeat,
 )
 
-from ...graph.nodes import module_path
+from ...graph.nodes import module_path, reached
 from .kept_values import (
     break_down,
     is_attention,
@@ -227,17 +227,14 @@ class _Search:
 
     def _again(self, saved: Collection[fx.Node]) -> set[fx.Node]:
         """Return the calls of the forward that the backward computes from `saved`."""
-        backward = self.torchs.backward
-        visited = {*saved, *backward}
-        waiting = list(backward)
-        repeated: set[fx.Node] = set()
-        while waiting:
-            for node in waiting.pop().all_input_nodes:
-                if node not in visited and node.op == "call_function":
-                    visited.add(node)
-                    repeated.add(node)
-                    waiting.append(node)
-        return repeated & self.torchs.forward
+
+        def computed(x: fx.Node) -> bool:
+            return x not in saved and x.op == "call_function"
+
+        made = reached(
+            self.torchs.backward, lambda x: [*filter(computed, x.all_input_nodes)]
+        )
+        return {x for x in self.torchs.forward if x in made}
 
 
 def _first(choices: list[Choice], fits: Callable[[Choice], bool]) -> Choice:

@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from ...flow.linear_calls import is_linear
-from ...graph.nodes import value_of
+from ...graph.nodes import reached, value_of
 from ...graph.sequence_tokens import TokenAxis
 from .tile_regions import (
     Growing,
@@ -138,15 +138,11 @@ def _is_number(node: fx.Node) -> bool:
 
 def _ancestors(nodes: Collection[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
     """Return the `nodes` in `among`, and what they follow from by way of `among`."""
-    ancestors: set[fx.Node] = set()
-    waiting = [x for x in nodes if x in among]
-    waiting += [x for node in nodes for x in node.all_input_nodes if x in among]
-    while waiting:
-        node = waiting.pop()
-        if node not in ancestors:
-            ancestors.add(node)
-            waiting += [x for x in node.all_input_nodes if x in among]
-    return ancestors
+
+    def before(node: fx.Node) -> list[fx.Node]:
+        return [x for x in node.all_input_nodes if x in among]
+
+    return {x for x in reached(nodes, before) if x in among}
 
 
 def _part(

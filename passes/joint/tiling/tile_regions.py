@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...flow.dim_maps import SUM, Axes, DimMap, TokenSum
 from ...flow.dim_rules import dim_map
-from ...graph.nodes import value_of
+from ...graph.nodes import reached, value_of
 from ...graph.sequence_tokens import TokenAxis
 
 
@@ -284,25 +284,16 @@ def between_nodes(
     if not nodes:
         return set()
     last = max(order[x] for x in nodes)
-    later: set[fx.Node] = set()
-    start = {user for x in nodes for user in x.users if user not in nodes}
-    waiting = list(start)
-    while waiting:
-        node = waiting.pop()
-        if node in later or order[node] > last:
-            continue
-        later.add(node)
-        waiting += [user for user in node.users if user not in nodes]
-    between: set[fx.Node] = set()
-    operands = [x for node in nodes for x in node.all_input_nodes if x is not apart]
-    waiting = [x for x in operands if x in later]
-    while waiting:
-        node = waiting.pop()
-        if node in between:
-            continue
-        between.add(node)
-        waiting += [x for x in node.all_input_nodes if x in later]
-    return between
+
+    def after(node: fx.Node) -> list[fx.Node]:
+        return [x for x in node.users if x not in nodes and order[x] <= last]
+
+    later = reached([x for node in nodes for x in after(node)], after)
+
+    def before(node: fx.Node) -> list[fx.Node]:
+        return [x for x in node.all_input_nodes if x in later]
+
+    return {*reached([x for n in nodes for x in before(n) if x is not apart], before)}
 
 
 def seeds(graph: fx.Graph, facts: JointFacts, least: int) -> Iterator[fx.Node]:

@@ -32,7 +32,7 @@ from cpcompile.geometry.lengths import LengthNotSymbolic, is_same, is_symbol
 from cpcompile.ops.plain_attention import log_sum_exp
 from cpcompile.ranks.shardings import is_sequence_sharded, placements_text
 
-from ...graph.attention_calls import is_attention
+from ...graph.attention_calls import attention_operands, is_attention
 from ...graph.calls import canonical_call, set_argument
 from ...graph.context import AttentionCall, Context
 from ...graph.graph_pass import graph_pass
@@ -45,6 +45,7 @@ from ...graph.nodes import (
     module_path,
 )
 from ...graph.transforms import inside_transforms
+from .find_windows import find_windows
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def find_attention(graph: fx.Graph, ctx: Context) -> int:
         if node not in transformed and already_local(node) is None:
             align(node)
     ctx.findings.calls = [_read(node, node in transformed) for node in nodes]
+    find_windows(graph, ctx)
     for call in ctx.findings.calls:
         if call.already_local:
             log.info("attention at %s is left alone: %s", call.path, call.already_local)
@@ -75,14 +77,6 @@ def unplanned_calls(ctx: Context) -> dict[fx.Node, AttentionCall]:
     return {
         c.node: c for c in ctx.findings.calls if c.unsupported and not c.already_local
     }
-
-
-def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Return the query, key and value of an attention call, however they are passed."""
-    arguments = canonical_call(node).arguments
-    q, k, v = (arguments[name] for name in ("query", "key", "value"))
-    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
-    return q, k, v
 
 
 def _read(node: fx.Node, transformed: bool) -> AttentionCall:

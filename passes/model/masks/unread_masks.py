@@ -32,11 +32,7 @@ from cpcompile.geometry.masks import Mask, Unread
 from ...graph.attention_calls import is_attention
 from ...graph.calls import canonical_call
 from ...graph.context import AttentionCall, Context, InputKind
-from ...graph.nodes import (
-    fake_value,
-    insert_call,
-    sub_graph,
-)
+from ...graph.nodes import fake_value, insert_call, reached, sub_graph
 from .analysis.mask_meaning import dense_text
 from .analysis.mask_program import resolve
 from .write_masks import meanings
@@ -116,16 +112,8 @@ def follows_tokens(mask: fx.Node, ctx: Context, outer: dict[fx.Node, fx.Node]) -
     These are floats of inputs that have tokens, embeddings, and results of attention or
     of checkpoint regions.
     """
-    stack, visited = [mask], set()
-    while stack:
-        node = resolve(stack.pop(), outer)
-        if node in visited:
-            continue
-        visited.add(node)
-        if _brings_tokens(node, ctx):
-            return True
-        stack.extend(node.all_input_nodes)
-    return False
+    made_of = reached([mask], lambda x: resolve(x, outer).all_input_nodes)
+    return any(_brings_tokens(resolve(x, outer), ctx) for x in made_of)
 
 
 def _brings_tokens(node: fx.Node, ctx: Context) -> bool:

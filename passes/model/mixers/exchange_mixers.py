@@ -45,8 +45,14 @@ from ...graph.nodes import (
 )
 from ...graph.sequence_tokens import TokenDim, Wanted, constraint, wanted_of
 from ...placement.scan_calls import cp_scan, scanned_in_parts
-from .dim_group import CREATIONS, DimGroup
-from .mixed_sequence import MixedSequence, dim_size, find_sequences, moves_little
+from ..tokens.dim_group import CREATIONS, DimGroup
+from ..tokens.mixed_sequence import (
+    MixedSequence,
+    dim_size,
+    find_sequences,
+    moves_little,
+)
+from .keys_of_pairs import mark_keys, products_of_pairs
 from .mixer_regions import Region, RegionFinder
 from .mixer_seconds import MixerSeconds, Seconds, has_strategies
 
@@ -61,20 +67,35 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
     """Exchange tokens for another dimension; return how many calls that is good for.
 
     A recurrence that can be computed in parts stays split along the tokens where
-    passing on its state is cheaper; it counts, too.
+    passing on its state is cheaper; it counts, too. Products of all pairs of tokens are
+    no mixers: their keys are marked (keys_of_pairs).
     """
-    if any(_is_of_data(fake_value(x)) for x in all_nodes(graph)):
+    products = dict(products_of_pairs(graph))
+    is_of_data = any(_is_of_data(fake_value(x)) for x in all_nodes(graph))
+    if is_of_data and not products:
         return 0
     seeds = dict(find_sequences(graph, ctx))
     lengths = sorted({dim_size(node, dim) for node, dim in seeds.items()} - {0, 1})
     found: dict[int, tuple[MixedSequence, int]] = {}
+    marked = 0
 
     def seeds_of(length: int) -> int:
         return sum(dim_size(*x) == length for x in seeds.items())
 
+    def follow(length: int) -> MixedSequence:
+        if length not in found:
+            sequence = MixedSequence(graph, ctx, length, seeds)
+            found[length] = sequence, seeds_of(length)
+        return found[length][0]
+
+    if products:
+        marked = mark_keys(products, [*map(follow, lengths)])
+        if is_of_data:
+            return marked
+        if marked:
+            found.clear()  # they are not what they were
     for length in lengths:  # and those that are found on the way
-        sequence = MixedSequence(graph, ctx, length, seeds)
-        found[length] = sequence, seeds_of(length)
+        sequence = follow(length)
         for node, dim in sequence.moved_results():
             seeds.setdefault(node, dim)
             if dim_size(node, dim) not in lengths and len(lengths) < _MOST_LENGTHS:
@@ -89,7 +110,7 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
         rewrite = _Exchange(sequence, ctx)
         count += rewrite.rewrite()
         moved |= rewrite.exchanged
-    return count
+    return marked + count
 
 
 def _is_of_data(value: Any) -> bool:

@@ -19,10 +19,10 @@ import torch.fx as fx
 from torch import Tensor
 
 from ...graph.calls import spelled
-from ...graph.nodes import fake_value
+from ...graph.nodes import fake_value, reached
 from ..layouts.layout_cut import LayoutCut
-from .dim_group import CREATIONS, DimGroup
-from .mixed_sequence import MixedSequence, moves_little
+from ..tokens.dim_group import CREATIONS, DimGroup
+from ..tokens.mixed_sequence import MixedSequence, moves_little
 from .mixer_seconds import MixerSeconds
 
 
@@ -74,15 +74,14 @@ class RegionFinder:
                 neighbours[other].append(node)
         moved = {x for x in cut.solve() if isinstance(x, fx.Node)}
         order = {x: i for i, x in enumerate(nodes)}
+
+        def beside(node: fx.Node) -> list[fx.Node]:
+            return [x for x in neighbours[node] if x in moved]
+
         while moved:
             start = min(moved, key=order.__getitem__)
-            region, waiting = set(), [start]
-            while waiting:
-                node = waiting.pop()
-                if node in moved:
-                    moved.remove(node)
-                    region.add(node)
-                    waiting += neighbours[node]
+            region = {*reached([start], beside)}
+            moved -= region
             around = {x for node in region for x in (node, *neighbours[node])}
             price = math.fsum(
                 exchanges[x] or 0.0

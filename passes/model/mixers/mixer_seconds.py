@@ -24,10 +24,15 @@ from ...graph.mixer_calls import is_mixer, mixer_call, mixer_operands
 from ...graph.nodes import expected_shape, fake_value
 from ...graph.sequence_tokens import TokenDim
 from ...placement.scan_calls import joined_operands
-from ..sharding.convolutions import convolved, is_taken_in
-from ..sharding.dim_flows import dim_flows
-from .dim_group import CREATIONS, DimGroup
-from .mixed_sequence import MixedSequence, dim_size, moves_little, stays_on_tokens
+from ..tokens.convolutions import convolved, is_taken_in
+from ..tokens.dim_flows import dim_flows
+from ..tokens.dim_group import CREATIONS, DimGroup
+from ..tokens.mixed_sequence import (
+    MixedSequence,
+    dim_size,
+    moves_little,
+    stays_on_tokens,
+)
 
 DEAR = 1e6  # seconds: a price for what the user has ruled out
 Seconds = dict[MixerStrategy, float]

@@ -1,4 +1,4 @@
-"""Write flex_attention out as products and a softmax, which the next pass folds.
+"""Write flex_attention out as products and a softmax, as attention by hand is.
 
     flex_attention(q, k, v, score_mod, (.., mask_mod), scale, ..)
       ->
@@ -32,8 +32,6 @@ from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...graph.attention_calls import is_flex_attention
 from ...graph.calls import function_of, spelled
-from ...graph.context import Context
-from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     all_nodes,
     attribute_value,
@@ -56,9 +54,8 @@ _USUAL = frozenset(
 )  # fmt: skip
 
 
-@graph_pass()
-def decompose_flex_attention(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite every call of flex_attention; returns how many are written out.
+def decompose_flex_attention(graph: fx.Graph) -> int:
+    """Rewrite every call of flex_attention; return how many are written out.
 
     Raises: RewriteError for a block mask that only its blocks say.
     """

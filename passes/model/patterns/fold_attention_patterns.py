@@ -11,7 +11,7 @@ Windows, and softmaxes over heads or channels, stay as they are. Attention whose
 are read otherwise stays written out, and is marked (attention_weights.py): queries stay
 sharded, keys and values are gathered once. Calls are read by what they mean, from a
 softmax up to the scores and down to the values; every form that torch's Inductor folds
-is a test. A log-sum-exp beside it becomes a result of the call (log_sums.py).
+is a test. A log-sum-exp beside it becomes a result of the call.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from ...graph.nodes import (
     storage,
 )
 from ...graph.transforms import inside_transforms
-from ..sharding.sequence_dims import SequenceDims
+from ..tokens.sequence_dims import SequenceDims
 from .arrangement import Arranged
 from .attention_weights import (
     AttentionWithWeights,
     attention_with_weights,
     mark_rows,
 )
+from .decompose_flex_attention import decompose_flex_attention
 from .mask_of_terms import mask_of_terms
 from .match_attention import SOFTMAX, attention_patterns
 from .matched import AttentionPattern
@@ -67,7 +68,11 @@ _Read = TypeVar("_Read", AttentionPattern, AttentionWithWeights)
     )
 )
 def fold_attention_patterns(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite attention patterns over sequences; returns the number of calls."""
+    """Rewrite attention patterns over sequences; returns the number of calls.
+
+    Raises: RewriteError for a block mask that only its blocks say.
+    """
+    decompose_flex_attention(graph)
     if any(spelled(node) in SOFTMAX for node in all_nodes(graph)):
         release_scores(graph)
     transformed = inside_transforms(graph)

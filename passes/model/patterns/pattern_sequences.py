@@ -5,7 +5,7 @@
     x -> view, permute -> windows of 7 x 7      windows: other parts of the same
                                                 dimensions are batch; they stay
 
-The tokens of queries and of keys are followed backwards (sharding/sequence_dims).
+The tokens of queries and of keys are followed backwards (tokens/sequence_dims).
 Queries may be none: a class token, a mean of tokens, learned latents. Attention over
 another dimension of an input that is sharded has each rank's own entries, and nothing
 to exchange.
@@ -23,9 +23,9 @@ from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...flow.view_chain import follow
 from ...graph.calls import canonical_call
-from ...graph.nodes import fake_value
-from ..sharding.dim_flows import rows_before
-from ..sharding.sequence_dims import Origins, SequenceDims
+from ...graph.nodes import fake_value, reached
+from ..tokens.dim_flows import rows_before
+from ..tokens.sequence_dims import Origins, SequenceDims
 from .matched import AttentionPattern
 
 
@@ -98,17 +98,13 @@ def _may_be_shared(tokens: set[InputDim], sharded: set[InputDim]) -> bool:
 
 def _made_of(dims: SequenceDims, tokens: set[InputDim]) -> set[InputDim]:
     """Return these tokens and what they are made of, as of the rows of an image."""
-    found, open_dims = set[InputDim](), [*tokens]
-    while open_dims:
-        x = open_dims.pop()
-        if x in found:
-            continue
-        found.add(x)
+
+    def made_of(x: InputDim) -> list[InputDim]:
         before = rows_before(*x)
-        if before is not None:
-            origins = dims.origins(*before, set())
-            open_dims += [InputDim(*y) for y in origins.nodes]
-    return found
+        origins = () if before is None else dims.origins(*before, set()).nodes
+        return [InputDim(*y) for y in origins]
+
+    return set(reached(tokens, made_of))
 
 
 def is_over_sequence(

@@ -9,14 +9,14 @@ It is only reported to the user: DTensor computes it, and gathers the keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.fx as fx
 
 from ...graph.calls import canonical_call, spelled
 from ...graph.effects import view_of
-from ...graph.nodes import all_nodes
+from ...graph.nodes import all_nodes, reached
 
 NOT_KNOWN = "it is of no form that is known"
 _PRODUCTS = frozenset(
@@ -30,6 +30,8 @@ _BETWEEN = frozenset(
     {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "clamp", "clone",
      "to", "_to_copy", "dropout", "native_dropout", "_unsafe_view", "cat"}
 )  # fmt: skip
+
+_Step = Callable[[fx.Node], Iterable[fx.Node]]
 
 
 def unmatched_softmaxes(
@@ -71,32 +73,17 @@ def _after(node: fx.Node) -> Iterable[fx.Node]:
     return node.users
 
 
-def _products(
-    start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
-) -> Iterator[fx.Node]:
+def _products(start: Iterable[fx.Node], step: _Step) -> list[fx.Node]:
     """Return the products that are reached from these nodes."""
-    return (node for node in _through(start, step) if is_product(node))
+    return [*filter(is_product, _through(start, step))]
 
 
-def _through(
-    start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
-) -> Iterator[fx.Node]:
-    """Yield what is reached through pointwise calls and views, their ends included."""
-    stack, visited = list(start), set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        yield node
-        if (
-            spelled(node) in _BETWEEN
-            or view_of(node) is not None
-            or _is_pointwise(node)
-        ):
-            stack.extend(step(node))
+def _through(start: Iterable[fx.Node], step: _Step) -> dict[fx.Node, None]:
+    """Return what is reached through pointwise calls and views, their ends included."""
+    return reached(start, lambda x: step(x) if _is_between(x) else ())
 
 
-def _is_pointwise(node: fx.Node) -> bool:
+def _is_between(node: fx.Node) -> bool:
     overload = canonical_call(node).overload
-    return overload is not None and torch.Tag.pointwise in overload.tags
+    is_pointwise = overload is not None and torch.Tag.pointwise in overload.tags
+    return spelled(node) in _BETWEEN or view_of(node) is not None or is_pointwise

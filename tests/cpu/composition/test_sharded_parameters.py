@@ -23,18 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
 from tests.cpu.attention_cases import compiled_on
-from tests.cpu.composition.training import (
-    batches,
-    clean,
-    compare,
-    in_one_process,
-    local_rows,
-    loss_of,
-    loss_of_local_tokens,
-    mean_over,
-    new_gpt,
-    train,
-)
+from tests.cpu.composition import training
 from tests.cpu.on_ranks import on_ranks
 from tests.support.bounds import Deviation, check, deviations, whole
 
@@ -44,7 +33,7 @@ MAX_NORM = 0.1  # which clips
 def run(shape: tuple[int, int], tokens: int, how: str, inner: str) -> list[Deviation]:
     """Training on dp x cp."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
-    model = new_gpt("tied" in how)
+    model = training.new_gpt("tied" in how)
     names = set(model.state_dict())
     if "checkpointed" in how:
         for i, block in enumerate(model.layers):
@@ -52,7 +41,7 @@ def run(shape: tuple[int, int], tokens: int, how: str, inner: str) -> list[Devia
     axes = "cp" if "cp alone" in how else ("dp", "cp")
     keep = "kept" in how
     cp.shard_parameters(model, mesh, axes=axes, reshard_after_forward=not keep)
-    assert {clean(n) for n in model.state_dict()} == names
+    assert {training.clean(n) for n in model.state_dict()} == names
     assert all(isinstance(x, DTensor) for x in model.parameters())
     call = model
     if "blocks" in how:
@@ -64,15 +53,17 @@ def run(shape: tuple[int, int], tokens: int, how: str, inner: str) -> list[Devia
     pieces = 2 if "accumulated" in how else 1
 
     def parts(pair: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        mine = [local_rows(x, dp).chunk(pieces) for x in pair]
+        mine = [training.local_rows(x, dp).chunk(pieces) for x in pair]
         return list(zip(*mine, strict=True))
 
-    steps = map(parts, batches(tokens))
-    loss = lambda t, y: loss_of(call(t), y)  # noqa: E731
-    got = train(model, steps, loss, mean_over(dp), MAX_NORM)
+    steps = map(parts, training.batches(tokens))
+    loss = lambda t, y: training.loss_of(call(t), y)  # noqa: E731
+    got = training.train(model, steps, loss, training.mean_over(dp), MAX_NORM)
     if "tied" in how:
         assert model.head._parameters["weight"] is model.embedding._parameters["weight"]
-    return compare(got, in_one_process(tokens, MAX_NORM, tied="tied" in how))
+    return training.compare(
+        got, training.in_one_process(tokens, MAX_NORM, tied="tied" in how)
+    )
 
 
 @pytest.mark.timeout(300)
@@ -108,15 +99,15 @@ def test_rows_that_ranks_do_not_divide(inner) -> None:
 def test_training_in_the_local_view(layout) -> None:
     """Blocks that take and return this rank's tokens."""
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "cp"))
-    model = cp.shard_parameters(new_gpt(), mesh)
+    model = cp.shard_parameters(training.new_gpt(), mesh)
     style = cp.ContextParallel(options={"inner": "aot_eager"})
     for block in model.layers:
         parallelize_module(block, mesh["cp"], style)
 
-    steps = ([batch] for batch in batches(17))
-    loss = loss_of_local_tokens(model, mesh, layout)
-    got = train(model, steps, loss, mean_over(dist.group.WORLD))
-    check(compare(got, in_one_process(17)))
+    steps = ([batch] for batch in training.batches(17))
+    loss = training.loss_of_local_tokens(model, mesh, layout)
+    got = training.train(model, steps, loss, training.mean_over(dist.group.WORLD))
+    check(training.compare(got, training.in_one_process(17)))
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -124,13 +115,15 @@ def test_training_in_the_local_view(layout) -> None:
 def test_all_parameters_travel_together(keep) -> None:
     """They fit into one bucket; the other all-gather brings the logits together."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model = cp.shard_parameters(new_gpt(), mesh, reshard_after_forward=not keep)
+    model = cp.shard_parameters(
+        training.new_gpt(), mesh, reshard_after_forward=not keep
+    )
     compiled = torch.compile(model, backend="cp", options={"mesh": mesh})
-    tokens, labels = next(batches(16))
-    loss_of(compiled(tokens), labels).backward()
+    tokens, labels = next(training.batches(16))
+    training.loss_of(compiled(tokens), labels).backward()
     sent = []
     with torch.profiler.profile() as forward:
-        loss = loss_of(compiled(tokens), labels)
+        loss = training.loss_of(compiled(tokens), labels)
     with torch.profiler.profile() as backward:
         loss.backward()
     for profile in (forward, backward):
@@ -172,14 +165,14 @@ def test_what_was_gathered_is_freed(reshard) -> None:
 def state() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = cp.shard_parameters(new_gpt(), mesh)
+    model = cp.shard_parameters(training.new_gpt(), mesh)
     return model, torch.optim.AdamW(model.parameters(), 1e-2)
 
 
 def steps_of(model, optimizer, first: int, last: int) -> dict[str, Tensor]:
     compiled = compiled_on(next(model.parameters()).device_mesh, model)
-    for tokens, labels in list(batches(16))[first:last]:
-        loss_of(compiled(tokens), labels).backward()
+    for tokens, labels in list(training.batches(16))[first:last]:
+        training.loss_of(compiled(tokens), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: whole(x) for name, x in model.named_parameters()}

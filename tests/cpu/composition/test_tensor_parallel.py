@@ -27,20 +27,8 @@ from torch.distributed.tensor.parallel import (
 
 import cpcompile as cp
 from tests.cpu.attention_cases import compiled_on
+from tests.cpu.composition import training
 from tests.cpu.composition.exchanged import Exchanged
-from tests.cpu.composition.training import (
-    LAYERS,
-    batches,
-    compare,
-    in_one_process,
-    local_rows,
-    loss_of,
-    loss_of_local_tokens,
-    mean_over,
-    new_gpt,
-    shard_blocks,
-    train,
-)
 from tests.cpu.on_ranks import on_ranks
 from tests.golden.pipeline.test_tensor_parallel import TOKENS, WITH_EMBEDDING, Layer
 from tests.support.bounds import check, deviations
@@ -55,7 +43,7 @@ def parallelized(mesh: DeviceMesh, tokens_too: bool) -> nn.Module:
     }
     if tokens_too:
         plan["norm"] = SequenceParallel()
-    for i in range(LAYERS):
+    for i in range(training.LAYERS):
         layer = {
             **{f"attention.w{x}": ColwiseParallel() for x in "qkv"},
             "attention.wo": RowwiseParallel(output_layouts=split),
@@ -68,7 +56,7 @@ def parallelized(mesh: DeviceMesh, tokens_too: bool) -> nn.Module:
             )
             layer |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
         plan |= {f"layers.{i}.{name}": style for name, style in layer.items()}
-    return parallelize_module(new_gpt(), mesh["tp"], plan)
+    return parallelize_module(training.new_gpt(), mesh["tp"], plan)
 
 
 @pytest.mark.timeout(300)
@@ -110,9 +98,14 @@ def test_training(sharded, how, shape, tokens, inner) -> None:
     if "fsdp" in how:
         fully_shard(model, mesh=mesh["dp_cp"])
     dp = mesh["dp"].get_group()
-    steps = ([tuple(local_rows(x, dp) for x in pair)] for pair in batches(tokens))
-    got = train(model, steps, lambda t, y: loss_of(call(t), y), mean_over(dp))
-    check(compare(got, in_one_process(tokens)))
+    steps = (
+        [tuple(training.local_rows(x, dp) for x in pair)]
+        for pair in training.batches(tokens)
+    )
+    got = training.train(
+        model, steps, lambda t, y: training.loss_of(call(t), y), training.mean_over(dp)
+    )
+    check(training.compare(got, training.in_one_process(tokens)))
 
 
 @pytest.mark.timeout(300)
@@ -138,12 +131,12 @@ def test_training_in_the_local_view(
     both = mesh["dp", "cp"]._flatten("dp_cp")
     model = parallelized(mesh, sharded == "tokens")
     style = cp.ContextParallel(options={"inner": inner, "strategy": "ring"})
-    shapes = shard_blocks(model, mesh, style, both, checkpointed)
+    shapes = training.shard_blocks(model, mesh, style, both, checkpointed)
 
-    loss = loss_of_local_tokens(model, mesh, layout)
-    steps = ([batch] for batch in batches(tokens))
-    got = train(model, steps, loss, mean_over(dist.group.WORLD))
-    check(compare(got, in_one_process(tokens)))
+    loss = training.loss_of_local_tokens(model, mesh, layout)
+    steps = ([batch] for batch in training.batches(tokens))
+    got = training.train(model, steps, loss, training.mean_over(dist.group.WORLD))
+    check(training.compare(got, training.in_one_process(tokens)))
     most = max(shape[1] for shape in shapes)
     assert most <= -(-tokens // (4 if sharded == "tokens" else 2))
 
@@ -158,10 +151,10 @@ class Sent(NamedTuple):
 # What two ranks of cp send for attention. A ring's message is one of keys and one of
 # values, or of their gradients; the backward of a gather scatters.
 ATTENTION = {
-    "ring": Sent(Counter(send=2 * LAYERS), Counter(send=6 * LAYERS)),
+    "ring": Sent(Counter(send=2 * training.LAYERS), Counter(send=6 * training.LAYERS)),
     "all_gather": Sent(
-        Counter(all_gather=LAYERS),
-        Counter(all_gather=LAYERS, reduce_scatter=LAYERS),
+        Counter(all_gather=training.LAYERS),
+        Counter(all_gather=training.LAYERS, reduce_scatter=training.LAYERS),
     ),
 }
 
@@ -176,7 +169,7 @@ def kind(name: str) -> str | None:
 def profiled(call, tokens: Tensor, labels: Tensor) -> Sent:
     """By the profiler; what gloo runs has to be what torch has called."""
     with Exchanged("c10d::", "gloo:") as forward:
-        loss = loss_of(call(tokens), labels)
+        loss = training.loss_of(call(tokens), labels)
     with Exchanged("c10d::", "gloo:") as backward:
         loss.backward()
     found = []
@@ -201,17 +194,19 @@ def test_what_a_step_sends(sharded, strategy) -> None:
     gradient that leaves the graph is a summand.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    batch = next(batches(16))
+    batch = next(training.batches(16))
     model = parallelized(mesh, sharded == "tokens")
     alone = profiled(model, *batch)
     placements = [getattr(p.grad, "placements", None) for p in model.parameters()]
     model = parallelized(mesh, sharded == "tokens")
     call = compiled_on(mesh, model, fullgraph=True, strategy=strategy)
-    loss_of(call(batch[0]), batch[1]).backward()
+    training.loss_of(call(batch[0]), batch[1]).backward()
     ours = profiled(call, *batch)
     parameters = len(placements)
     summands = placements.count((Partial(),))
-    assert summands == (2 * LAYERS + 1 if sharded == "tokens" else 0)  # the norms
+    assert summands == (
+        2 * training.LAYERS + 1 if sharded == "tokens" else 0
+    )  # the norms
     more = ATTENTION[strategy]
     sums = Counter(all_reduce=parameters + summands)
     assert ours.forward == alone.forward + more.forward + Counter(all_gather=1)

@@ -42,7 +42,6 @@ def test_what_masks_say(mesh, name):
 @pytest.mark.parametrize("name", LEFT)
 def test_others_are_written_out_and_named(mesh, name):
     found = capture(Model(LEFT[name]), TOKENS, mesh=mesh, strategy="auto")
-    assert found["decompose_flex_attention"].rewrites == 2
     assert not (found.ctx.findings.plans or found.ctx.findings.row_parallel)
     assert len(found.ctx.findings.unmatched_attention) == 2
 

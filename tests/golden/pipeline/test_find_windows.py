@@ -16,7 +16,6 @@ def found(fn, mesh, x, **options):
     """How many calls the pass leaves alone, and the captured passes."""
     captured = capture(fn, x, mesh=mesh, until="choose_strategy", **options)
     left = [call.already_local for call in captured.ctx.findings.calls]
-    assert captured["find_windows"].rewrites == left.count(IN_WINDOWS)
     return left.count(IN_WINDOWS), captured
 
 

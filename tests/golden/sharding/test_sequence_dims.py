@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of
 from cpcompile.passes.graph.sequence_tokens import TokenDim
-from cpcompile.passes.model.sharding.dim_flows import token_operands
-from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
+from cpcompile.passes.model.tokens.dim_flows import token_operands
+from cpcompile.passes.model.tokens.sequence_dims import SequenceDims
 from tests.golden.operands import attend
 
 

@@ -92,7 +92,7 @@ def test_nothing_is_held_for_all_pairs(monkeypatch):
     q = torch.randn(1, 4, tokens, 4)
     own = captured(torch.float32, tokens)
     given = {"score_mod": text_of(waved, own, q), "bias": packed(own, q).detach()}
-    module = importlib.import_module("cpcompile.ops.strategies.local_attention")
+    module = importlib.import_module("cpcompile.ops.strategies.ulysses_attention")
     forward = module.local_attention._init_fn
     backward = module.local_attention_backward._init_fn
     with Largest() as largest:

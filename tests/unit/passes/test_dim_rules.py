@@ -15,7 +15,7 @@ from cpcompile.passes.flow.flow import UNKNOWN, Flows
 from cpcompile.passes.flow.shaped_calls import shaped_call
 from cpcompile.passes.graph.nodes import value_of
 from cpcompile.passes.graph.sequence_tokens import TokenAxis, TokenDim
-from cpcompile.passes.model.sharding.dim_flows import dim_flows, part_written
+from cpcompile.passes.model.tokens.dim_flows import dim_flows, part_written
 from cpcompile.torch_patches import fixed_rules
 from tests.unit.tiling.test_token_wise import CALLS, outer_splits, traced
 

@@ -106,7 +106,7 @@ def test_nothing_is_held_for_all_pairs(monkeypatch, low):
     q = torch.randn(1, 2, tokens, 4)
     bias = torch.randn(1, 2, 2 * tokens - 1)
     bias[..., :7] = low
-    module = importlib.import_module("cpcompile.ops.strategies.local_attention")
+    module = importlib.import_module("cpcompile.ops.strategies.ulysses_attention")
     forward = module.local_attention._init_fn
     backward = module.local_attention_backward._init_fn
     with Largest() as largest:

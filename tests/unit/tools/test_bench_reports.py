@@ -16,26 +16,14 @@ TOKENS = 64
 
 def row(peer, both, **more):
     kind = {"ranks": 2, "dtype": "float32", "mask": "causal", "tokens": 16384}
-    return {
-        **kind,
-        "peer": peer,
-        "forward": both / 2,
-        "both": both,
-        "processor": both,
-        **more,
-    }
+    times = {"peer": peer, "forward": both / 2, "both": both, "processor": both}
+    return kind | times | more
 
 
 def test_targets_are_of_two_ranks_and_of_what_is_chosen():
-    times = [
-        row("cp_ulysses", 10.0),
-        row("cp_ring_zigzag", 8.0),
-        row("torch_ring", 9.0),
-        row("deepspeed_ulysses", 16.0),
-        row("naive_loop", 70.0),
-        row("one_process", 9.6),
-        row("torch_ring", 1.0, ranks=4),
-    ]
+    of_two = {"cp_ulysses": 10.0, "cp_ring_zigzag": 8.0, "torch_ring": 9.0}
+    of_two |= {"deepspeed_ulysses": 16.0, "naive_loop": 70.0, "one_process": 9.6}
+    times = [*(row(*x) for x in of_two.items()), row("torch_ring", 1.0, ranks=4)]
     record = {"times": times, "chosen": [row("cp_ulysses", 0.0)]}
     lines = [x for x in targets(record) if "| both |" in x]
     assert_expected_inline(

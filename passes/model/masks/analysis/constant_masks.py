@@ -20,6 +20,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ....graph.nodes import reached
 from .formula import Formula, both, either, negated
 from .mask_program import MaskProgram, Unreadable
 from .sums import compared
@@ -124,13 +125,7 @@ def _attribute(
 
 def _values(module: fx.GraphModule, wanted: list[fx.Node]) -> dict[fx.Node, Tensor]:
     """Compute the values of nodes, keeping each as long as a later step needs it."""
-    needed: set[fx.Node] = set()
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = reached(wanted, lambda x: x.all_input_nodes)
     uses = {n: sum(user in needed for user in n.users) for n in needed}
     evaluator = Evaluator(module)
     for node in module.graph.nodes:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....graph.nodes import reached
 from .cases import CaseReader
 from .distances import Added, DistanceReader, MaskParts, may_hide, take_apart
 from .documents import can_be_ids, ids, same_tokens, within_documents
@@ -125,20 +127,22 @@ def _read(
 
 def _require_pairs(root: View, vectors: VectorReader) -> None:
     """Raise Unreadable if a call computes several pairs of a mask at once."""
-    waiting, visited = [root], set()
-    while waiting:
-        view = waiting.pop()
-        if view.key in visited:
-            continue
-        visited.add(view.key)
+    views = {root.key: root}
+
+    def read_by(key: Any) -> list[Any]:
+        view = views[key]
         if not view.is_pairwise:
             require_small(view.node, vectors.tokens)
-            continue
-        original = vectors.original(view)
+            return []
+        read, original = [], vectors.original(view)
         if original is not None:
-            waiting.append(original)
+            read = [original]
         elif view.node.op == "call_function" and view.node.all_input_nodes:
-            waiting += operands_of(view).values()
+            read = [*operands_of(view).values()]
+        views.update({x.key: x for x in read})
+        return [x.key for x in read]
+
+    reached([root.key], read_by)
 
 
 def _parts(root: View, reader: CaseReader) -> MaskParts:

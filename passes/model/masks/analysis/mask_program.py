@@ -33,7 +33,7 @@ from ....graph.attention_calls import is_attention
 from ....graph.calls import function_of
 from ....graph.context import MaskSource
 from ....graph.effects import is_in_place, view_of, written_by
-from ....graph.nodes import expected_shape, fake_value, storage
+from ....graph.nodes import expected_shape, fake_value, reached, storage
 from .decompositions import MASK_DECOMPOSITIONS
 
 # They have no edge to the values between them. Seen in torch 2.13.
@@ -85,14 +85,12 @@ def source_of(
     memory: set[int] = set()
 
     def add(start: fx.Node) -> None:
-        stack = [start]
-        while stack:
-            node = resolve(stack.pop(), outer)
-            if node in sources:
-                continue
-            sources.add(node)
-            memory.add(memory_of(node))
-            stack.extend(node.all_input_nodes)
+        new = reached([start], read_by).keys() - sources
+        sources.update(new)
+        memory.update(map(memory_of, new))
+
+    def read_by(node: fx.Node) -> list[fx.Node]:
+        return [resolve(x, outer) for x in node.all_input_nodes]
 
     add(mask)
     place = {node: number for number, node in enumerate(before)}

@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ....graph.nodes import reached
 from .mask_program import MaskProgram, Unreadable
 from .views import (
     MEANINGS,
@@ -242,16 +243,12 @@ def from_inputs(graph: fx.Graph) -> set[fx.Node]:
 
 def require_small(node: fx.Node, tokens: int) -> None:
     """Raise Unreadable if a node is computed from more than some values per token."""
-    stack, visited = [node], set()
-    while stack:
-        node = stack.pop()
-        if node in visited or node.op == "placeholder":
+    for made_of in reached([node], lambda x: x.all_input_nodes):
+        value = made_of.meta.get("val")
+        if made_of.op == "placeholder" or not isinstance(value, Tensor):
             continue
-        visited.add(node)
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.numel() > _LARGEST * tokens:
-            raise Unreadable(f"{node.name} {list(value.shape)} is needed in whole")
-        stack.extend(node.all_input_nodes)
+        if value.numel() > _LARGEST * tokens:
+            raise Unreadable(f"{made_of.name} {list(value.shape)} is needed in whole")
 
 
 def normal(x: Tensor, view: View) -> Tensor:

@@ -14,8 +14,8 @@ from cpcompile.errors import OptionError
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 
-from ...graph.context import Context
-from ...graph.effects import has_effects
+from ..graph.context import Context
+from ..graph.effects import has_effects
 
 GATHERED_BYTES = 256 * 2**20  # what is gathered at most, if nothing is said
 

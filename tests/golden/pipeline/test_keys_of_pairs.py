@@ -13,7 +13,7 @@ def found(module, mesh, width=WIDTH):
     x = torch.zeros(2, 40, width)
     captured = capture(module, x, mesh=mesh, shard={"x": 1})
     assert captured.error is None, captured.error
-    return captured["split_pairs_by_rows"]
+    return captured["exchange_mixers"]
 
 
 FORMS = {

@@ -34,8 +34,8 @@ from ...graph.sequence_tokens import (
     Wanted,
     wanted_of,
 )
-from ..sharding.convolutions import convolved, independent_channels
-from ..sharding.dim_flows import part_written
+from .convolutions import convolved, independent_channels
+from .dim_flows import part_written
 
 CREATIONS = (*NEW_TENSORS, "arange", "size")
 """Calls that read no value of their operands, but their shape, dtype or device."""

@@ -26,12 +26,13 @@ from ...graph.nodes import (
     expected_shape,
     fake_mode_of,
     fake_value,
+    reached,
     storage,
     sub_graph,
 )
 from ...graph.sequence_tokens import TokenDim, is_row_parallel_operand
-from ..sharding.convolutions import CONVOLUTIONS, convolved, reach_along
-from ..sharding.dim_flows import OF_POSITIONS, dim_flows, part_written, token_operands
+from .convolutions import CONVOLUTIONS, convolved, is_taken_in, reach_along
+from .dim_flows import OF_POSITIONS, dim_flows, part_written, token_operands
 from .dim_group import CREATIONS, DimGroup, linked_values
 
 _MOVES = (
@@ -120,9 +121,11 @@ class MixedSequence:
             return False
         operands = convolved(node)
         if operands is not None:  # what most need of neighbours is little
+            source = operands[0]
+            if spelled(source) == "pad" and is_taken_in(source):
+                source = canonical_call(source).arguments["input"]
             many = self.tokens.entries / self.ranks
-            own = operands[0] in self.tokens.dims
-            return own and (self.borrowed(node) or 0) >= many
+            return source in self.tokens.dims and (self.borrowed(node) or 0) >= many
         if _knows_tokens(node):
             return False
         if spelled(node) in CREATIONS:
@@ -420,15 +423,12 @@ def _computed_of(
     graph: fx.Graph, inputs: set[fx.Node], links: dict[fx.Node, list[fx.Node]]
 ) -> set[fx.Node]:
     """Return what is computed of some inputs, and these."""
-    found, waiting = set(inputs), list(inputs)
-    while waiting:
-        node = waiting.pop()
+
+    def after(node: fx.Node) -> Iterator[fx.Node]:
         read = [x for x in node.users if spelled(x) not in CREATIONS]
         written = [x.args[0] for x in read if spelled(x) == "setitem"]
         for other in (*read, *written, *links.get(node, ())):
-            if not isinstance(other, fx.Node) or other.op == "output":
-                continue
-            if other not in found:
-                found.add(other)
-                waiting.append(other)
-    return found
+            if isinstance(other, fx.Node) and other.op != "output":
+                yield other
+
+    return {*reached(inputs, after)}

@@ -1,4 +1,4 @@
-"""Split what is made of every pair of tokens by rows: each rank has its own queries.
+"""Mark the keys of what is made of every pair of tokens: ranks have their own queries.
 
     scores = matmul(q, k.mT)                          q: [B, H, S, D], k: [B, 1, S, D]
     chosen = topk(scores, 16)
@@ -16,14 +16,12 @@ together neither or both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.fx as fx
 from torch import Tensor
 
 from ...flow.token_sources import token_sources
-from ...graph.context import Context
-from ...graph.graph_pass import graph_pass
 from ...graph.nodes import all_nodes, expected_shape, fake_value, insert_call
 from ...graph.sequence_tokens import (
     SequenceDim,
@@ -33,19 +31,14 @@ from ...graph.sequence_tokens import (
     is_row_parallel_operand,
 )
 from ..patterns.products import Product, read_product
-from .mixed_sequence import FARTHEST, MixedSequence, computes, dim_size, find_sequences
+from ..tokens.mixed_sequence import FARTHEST, MixedSequence, computes
 from .mixer_seconds import bytes_of
 
 
-@graph_pass(reads=("calls",))
-def split_pairs_by_rows(graph: fx.Graph, ctx: Context) -> int:
-    """Mark the keys of products of pairs; return how many are marked."""
-    products = dict(_products(graph))
-    if not products:
-        return 0
-    seeds = dict(find_sequences(graph, ctx))
-    lengths = sorted({dim_size(node, dim) for node, dim in seeds.items()} - {0, 1})
-    sequences = [MixedSequence(graph, ctx, length, seeds) for length in lengths]
+def mark_keys(
+    products: Mapping[fx.Node, Product], sequences: Sequence[MixedSequence]
+) -> int:
+    """Mark the keys of these products; return how many are marked."""
     count = 0
     for node, product in products.items():
         keys = next((k for x in sequences for k in _keys(x, node, product)), None)
@@ -55,7 +48,7 @@ def split_pairs_by_rows(graph: fx.Graph, ctx: Context) -> int:
     return count
 
 
-def _products(graph: fx.Graph) -> Iterator[tuple[fx.Node, Product]]:
+def products_of_pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, Product]]:
     """Yield the products of two values that something computes."""
     for node in all_nodes(graph):
         product = read_product(node)

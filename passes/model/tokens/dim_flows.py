@@ -21,7 +21,11 @@ from torch import Tensor
 
 from ...flow.dim_rules import dim_map, kept_dims
 from ...flow.view_chain import follow
-from ...graph.attention_calls import is_attention, is_flex_attention
+from ...graph.attention_calls import (
+    attention_operands,
+    is_attention,
+    is_flex_attention,
+)
 from ...graph.calls import canonical_call, spelled
 from ...graph.cp_attention import SPLIT_KV, is_cp_attention, operands_of, spec_of
 from ...graph.mesh_changes import local_source
@@ -35,7 +39,6 @@ from ...graph.mixer_calls import (
 from ...graph.nodes import fake_value
 from ...graph.sequence_tokens import Wanted, wanted_of
 from ...placement.scan_calls import joined_operands
-from ..attention.find_attention import attention_operands
 from ..mutation.masked_rows import write_rows, write_rows_
 from .convolutions import CONVOLUTIONS, convolved, numbers
 

@@ -17,22 +17,19 @@ from dataclasses import replace
 
 import torch.fx as fx
 
-from ...graph.attention_calls import is_attention
+from ...graph.attention_calls import attention_operands, is_attention
 from ...graph.context import IN_WINDOWS, AttentionCall, Context
-from ...graph.graph_pass import graph_pass
-from ..attention.find_attention import attention_operands
-from .dim_group import DimGroup
-from .mixed_sequence import MixedSequence, computes, dim_size, find_sequences
+from ..tokens.dim_group import DimGroup
+from ..tokens.mixed_sequence import MixedSequence, computes, dim_size, find_sequences
 
 
-@graph_pass(reads=("calls",), writes=("calls",))
-def find_windows(graph: fx.Graph, ctx: Context) -> int:
-    """Leave attention within windows alone; return how many calls that is."""
+def find_windows(graph: fx.Graph, ctx: Context) -> None:
+    """Leave the attention calls alone that are within windows."""
     inputs = dict(find_sequences(graph, ctx, of_calls=False))
     lengths = {dim_size(x, dim) for x, dim in inputs.items()}
     calls = [c for c in ctx.findings.calls if _may_be(c, lengths)]
     if not calls or ctx.length is not None:
-        return 0
+        return
     walk = _Walk(MixedSequence(graph, ctx, min(lengths), {}))
     for node, dim in inputs.items():
         walk.follow(node, dim.dim)
@@ -40,7 +37,6 @@ def find_windows(graph: fx.Graph, ctx: Context) -> int:
         if call.node in walk.windows:
             place = ctx.findings.calls.index(call)
             ctx.findings.calls[place] = replace(call, already_local=IN_WINDOWS)
-    return len(walk.windows)
 
 
 def _may_be(call: AttentionCall, lengths: set[int]) -> bool:
