@@ -11,9 +11,7 @@ import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo tr
 from cpcompile.compile.assembly import CompiledCallable
 from cpcompile.compile.attempts import Attempts
 from cpcompile.compile.inner_compilers import compile_inner
-from cpcompile.errors import (
-    InputError,
-)
+from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.changing_floats import floats_are_tensors
 from cpcompile.frontend.interpreter_state import gc_paused, with_large_stack

@@ -39,11 +39,7 @@ from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.masks.constant_buffers import without_changing
 from cpcompile.passes.pipeline import MODEL, run_passes
 from cpcompile.passes.whole.program_outputs import gather_limit
-from cpcompile.ranks.agreement import (
-    all_gather_text,
-    attempt,
-    check_agreement,
-)
+from cpcompile.ranks.agreement import all_gather_text, attempt, check_agreement
 from cpcompile.settings import setting
 from cpcompile.torch_patches import symbolic_tracing
 

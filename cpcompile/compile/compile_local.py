@@ -52,10 +52,7 @@ from cpcompile.passes.whole.edges import Edges
 from cpcompile.passes.whole.localise import WholeProgram
 from cpcompile.progress import phase
 from cpcompile.settings import setting
-from cpcompile.torch_patches import (
-    inductor_compat,
-    inductor_lowerings,
-)
+from cpcompile.torch_patches import inductor_compat, inductor_lowerings
 from cpcompile.torch_private.inductor import (
     CompiledFxGraph,
     inductor_config,

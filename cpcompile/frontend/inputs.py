@@ -23,12 +23,7 @@ from cpcompile.geometry.layout import Layout
 from cpcompile.logs import warn_of_order, warn_unmet
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.options import GradSync, Options
-from cpcompile.passes.graph.context import (
-    PARAMETERS,
-    Context,
-    GraphInput,
-    InputKind,
-)
+from cpcompile.passes.graph.context import PARAMETERS, Context, GraphInput, InputKind
 from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import fake_value, plain_fake, whole_value
 from cpcompile.ranks.layout_marks import is_marked, layout_of, layouts_in_use
@@ -59,6 +54,13 @@ def classify_inputs(
     by_name = {node.name: name_and_dim for node, name_and_dim in named.items()}
     kept_nodes = kept_inputs(graph)
     inputs: dict[fx.Node, GraphInput] = {}
+
+    def of_parameter(node: fx.Node) -> dict[str, Any]:
+        reducer = managed.get(id(real_input(node)))
+        gradient = settled(options.grad_sync, reducer, mesh, local)
+        by = None if reducer is None else str(reducer)
+        return {"gradient": gradient, "reducer": by}
+
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
         if whole_value(node) is not value:
@@ -68,14 +70,10 @@ def classify_inputs(
                 InputKind.LOCAL_PART, gradient=gradient, reducer=str(scatters)
             )
         elif isinstance(value, DTensor) and value.device_mesh != mesh:
-            gradient, by = GradSync.REDUCE, None
+            how: Any = {"gradient": GradSync.REDUCE}
             if is_parameter(node):
-                reducer = managed.get(id(real_input(node)))
-                gradient = settled(options.grad_sync, reducer, mesh, local)
-                by = None if reducer is None else str(reducer)
-            inputs[node] = GraphInput(
-                InputKind.OTHER_AXES, gradient=gradient, reducer=by
-            )
+                how = of_parameter(node)
+            inputs[node] = GraphInput(InputKind.OTHER_AXES, **how)
         elif isinstance(value, DTensor):
             if node.name in by_name:
                 why = f"it is a DTensor, whose own placements {value.placements} count"
@@ -111,12 +109,7 @@ def classify_inputs(
             inputs[node] = GraphInput(InputKind.FULL, dim, name=name, inferred=inferred)
         elif isinstance(value, Tensor) and value.requires_grad:
             if is_parameter(node):
-                reducer = managed.get(id(real_input(node)))
-                gradient = settled(options.grad_sync, reducer, mesh, local)
-                by = None if reducer is None else str(reducer)
-                inputs[node] = GraphInput(
-                    InputKind.PARAMETER, gradient=gradient, reducer=by
-                )
+                inputs[node] = GraphInput(InputKind.PARAMETER, **of_parameter(node))
             else:
                 share = GradSync.NONE if local else GradSync.REDUCE
                 inputs[node] = GraphInput(InputKind.ACTIVATION, gradient=share)

@@ -13,13 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cpcompile.kernels.configs import (
-    Kernel,
-    StepConfig,
-    architecture,
-    configs,
-    padded,
-)
+from cpcompile.kernels.configs import Kernel, StepConfig, architecture, configs, padded
 from cpcompile.kernels.constants import (
     NO_MODIFIERS,
     RowLimits,

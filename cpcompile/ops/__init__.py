@@ -15,11 +15,7 @@ from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
 from cpcompile.ops.comm.token_runs import gradient_bucket, move_runs
 from cpcompile.ops.dtensor import dtensor_rules, dtensor_sdpa
 from cpcompile.ops.mixers import mixer_work
-from cpcompile.ops.mixers.mixer_operator import (
-    mixer,
-    mixer_backward,
-    mixer_recorded,
-)
+from cpcompile.ops.mixers.mixer_operator import mixer, mixer_backward, mixer_recorded
 from cpcompile.ops.row_numbers import expert_numbers, row_numbers
 from cpcompile.ops.step import flop_formulas
 from cpcompile.ops.step.attention_step import attention_step

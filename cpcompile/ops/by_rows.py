@@ -109,15 +109,11 @@ def _(tensors: list[Tensor], program: str) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in results_of(program_of(program), tensors)]
 
 
-@by_rows_backward.register_fake
-def _(
-    grads: list[Tensor],
-    tensors: list[Tensor],
-    graded: list[int],
-    needed: list[int],
-    program: str,
-) -> list[Tensor]:
-    return [tensors[i].new_empty(tensors[i].shape) for i in needed]
+by_rows_backward.register_fake(
+    lambda grads, tensors, graded, needed, program: [
+        tensors[i].new_empty(tensors[i].shape) for i in needed
+    ]
+)
 
 
 def _own(x: Tensor, others: Sequence[Tensor]) -> Tensor:

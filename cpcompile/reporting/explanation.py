@@ -18,11 +18,7 @@ from cpcompile.accounting.graph_account import (
 )
 from cpcompile.cost.plain_data import to_json
 from cpcompile.cost.plans import Plan
-from cpcompile.cost.plans.tables import (
-    degrees_text,
-    milliseconds,
-    text_table,
-)
+from cpcompile.cost.plans.tables import degrees_text, milliseconds, text_table
 from cpcompile.errors import InputError
 from cpcompile.reporting.graph_report import (
     CallReport,

@@ -37,11 +37,7 @@ from cpcompile.reporting.ways_out import (
     REORDERED,
     GraphBreakPlace,
 )
-from cpcompile.torch_patches.graph_breaks import (
-    GraphBreak,
-    break_at,
-    breaks,
-)
+from cpcompile.torch_patches.graph_breaks import GraphBreak, break_at, breaks
 
 MOST_WORK = 1.2
 """Work of all ranks together over one device's; more is a reason for a warning."""

@@ -16,6 +16,8 @@
 
   The caller hands the memory of an operand to somebody else, while the result still
   lies in it.
+- It holds all results of a function until the last one is read, of all tiles the
+  gradients of logits. Each is let go as it is read.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ def install() -> None:
     op = torch.ops.aten.convolution_backward.default
     if aten is not None and op in lowerings:
         lowerings[op] = _of_any_size(lowerings[op], aten)
+    _let_go()
 
 
 def _unpromoted(promoting: Any, unpromoted: Any) -> Any:
@@ -59,6 +62,22 @@ def _of_any_size(guarding: Any, aten: Any) -> Any:
         return (guarding if numbers else aten)(grad, x, *rest, **named)
 
     return convolution_backward
+
+
+def _let_go() -> None:
+    wrapper = importlib.import_module("torch._inductor.codegen.wrapper")
+    code, called = wrapper.PythonWrapperCodegen, wrapper.ir.InvokeSubgraph
+    read = code.codegen_multi_output
+
+    @functools.wraps(read)
+    def codegen_multi_output(self: Any, node: Any) -> None:
+        read(self, node)
+        source, graph = node.inputs[0], wrapper.V.graph
+        if isinstance(source, called) and not (graph.cpp_wrapper or graph.fx_wrapper):
+            name, ((_, i),) = source.get_name(), node.indices
+            self.writeline(f"{name} = [*{name}[:{i}], None, *{name}[{i} + 1 :]]")
+
+    code.codegen_multi_output = codegen_multi_output
 
 
 @functools.cache

@@ -27,10 +27,7 @@ from cpcompile.geometry.lengths import (
 )
 from cpcompile.geometry.token_pieces import Joined, Piece
 from cpcompile.ops.comm.moved_tokens import WHOLE
-from cpcompile.ops.dtensor.local_part import (
-    contiguous_strides,
-    dtensor_of,
-)
+from cpcompile.ops.dtensor.local_part import contiguous_strides, dtensor_of
 from cpcompile.torch_private.distributed import StridedShard, TensorMeta
 
 from ..graph.constant_arguments import MeshAxis

@@ -1,10 +1,13 @@
 """Inductor adds up the gradient of a weight over tiles in one place of memory."""
 
+import re
+
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 from cpcompile.passes.joint.tiling.tile_tokens import Tiling, tile_tokens
+from cpcompile.torch_patches import inductor_lowerings
 from tests.support.bounds import check, deviations
 from tests.support.forms.tiled_forms import WIDTH, WORDS, example, plain
 
@@ -44,3 +47,21 @@ def test_the_sum_exists_once_and_is_complete_in_the_forward():
     assert forward.count("cp.add_product_.default(") == TILES - 1
     assert forward.count(TABLE) == 1
     assert "add_product_" not in backward
+
+
+def test_results_of_a_function_are_let_go_where_they_are_read():
+
+    @torch.compiler.nested_compile_region
+    def tile(x):
+        return x @ x.t(), x * 2
+
+    def tiles(x):
+        results = [tile(part) for part in x.chunk(4)]
+        return torch.cat([x for x, _ in results]), sum(x.sum() for _, x in results)
+
+    inductor_lowerings.install()
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        got, (code,) = run_and_get_code(torch.compile(tiles), x := torch.randn(16, 8))
+    torch.testing.assert_close(got, tiles(x))
+    reads = re.findall(r"buf\d+ = buf\d+\[\d\]\n(.*)", code)
+    assert len(reads) == 8 and all("None, *buf" in x for x in reads)

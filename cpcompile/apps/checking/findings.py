@@ -27,13 +27,7 @@ from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.cost.plans.tables import milliseconds
 from cpcompile.reporting.graph_report import GraphReport, account_of
 from cpcompile.reporting.lost_parallelism import AFTER_BREAK
-from cpcompile.reporting.ways_out import (
-    CALL_IT,
-    MEBIBYTE,
-    NAME_IT,
-    REORDERED,
-    place_of,
-)
+from cpcompile.reporting.ways_out import CALL_IT, MEBIBYTE, NAME_IT, REORDERED, place_of
 
 LEAST_SHARE = 0.05  # of the step; what costs less is not worth a word
 _WHOLE = (

@@ -17,11 +17,7 @@ from cpcompile.apps.verification import on_rank
 from cpcompile.apps.verification.compare import Check, checks_of
 from cpcompile.apps.verification.module_outputs import described, place_of
 from cpcompile.apps.verification.ranks import Ranks, told
-from cpcompile.apps.verification.steps import (
-    ComparedProgram,
-    by_inductor,
-    reference,
-)
+from cpcompile.apps.verification.steps import ComparedProgram, by_inductor, reference
 from cpcompile.apps.verification.verification_report import Difference, Report
 from cpcompile.apps.verification.verify_mixer import MixerReport, verify_mixer
 from cpcompile.errors import InputError

@@ -17,10 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpcompile.ops.comm.communication import (
-    all_gather_chunks,
-    group_by_name,
-)
+from cpcompile.ops.comm.communication import all_gather_chunks, group_by_name
 
 
 @torch.library.custom_op("cp::passed_states", mutates_args=())

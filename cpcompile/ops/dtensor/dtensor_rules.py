@@ -31,11 +31,7 @@ from cpcompile.ops.dtensor.mask_placements import (
     mask_placements,
 )
 from cpcompile.ops.dtensor.mixer_rule import mixer_strategy, op_spec
-from cpcompile.torch_private.distributed import (
-    OpSchema,
-    OpStrategy,
-    RuntimeSchemaInfo,
-)
+from cpcompile.torch_private.distributed import OpSchema, OpStrategy, RuntimeSchemaInfo
 
 OTHER_AXES = (Replicate(), Shard(0), Shard(1))
 

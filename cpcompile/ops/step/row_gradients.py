@@ -25,15 +25,8 @@ from cpcompile.ops.step.block_attention import (
     rows_of,
     without_column,
 )
-from cpcompile.ops.step.math_attention import (
-    accumulation_dtype,
-    finite,
-    math_backward,
-)
-from cpcompile.ops.step.position_bias import (
-    add_bias_gradient,
-    zero_bias_gradient,
-)
+from cpcompile.ops.step.math_attention import accumulation_dtype, finite, math_backward
+from cpcompile.ops.step.position_bias import add_bias_gradient, zero_bias_gradient
 from cpcompile.ops.step.row_mask import MASK_ELEMENTS
 from cpcompile.ops.step.row_work import RowWork
 

@@ -33,11 +33,7 @@ from cpcompile.geometry.mask_blocks import spans
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.kernels.constants import EVERY_KEY, RowLimits
-from cpcompile.ops.attention_spec import (
-    AttentionInputs,
-    AttentionSpec,
-    is_of_positions,
-)
+from cpcompile.ops.attention_spec import AttentionInputs, AttentionSpec, is_of_positions
 from cpcompile.ops.step.aten_flash import is_empty
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.row_work import RowWork

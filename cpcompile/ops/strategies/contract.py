@@ -12,11 +12,7 @@ from torch.library import CustomOpDef
 from cpcompile.cost.plans import Strategy
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.layout import Chunks, Layout, Runs, TokenLayout
-from cpcompile.ops.attention_spec import (
-    AttentionInputs,
-    AttentionSpec,
-    is_of_positions,
-)
+from cpcompile.ops.attention_spec import AttentionInputs, AttentionSpec, is_of_positions
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.position_bias import new_bias_gradient
 from cpcompile.ops.strategies.sinks import gradient_of_sinks

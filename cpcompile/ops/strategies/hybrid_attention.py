@@ -33,11 +33,7 @@ from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.head_exchange import Results, with_exchanged_heads
 from cpcompile.ops.comm.token_runs import move_runs
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
-from cpcompile.ops.strategies.contract import (
-    check_inputs,
-    check_operands,
-    dealt_tokens,
-)
+from cpcompile.ops.strategies.contract import check_inputs, check_operands, dealt_tokens
 from cpcompile.ops.strategies.ring_attention import ring_attention
 from cpcompile.ops.strategies.ulysses_attention import inputs_of_own_heads
 

@@ -40,12 +40,7 @@ from cpcompile.torch_patches.saved_values import (
 )
 
 from ...graph.nodes import module_path, reached
-from .kept_values import (
-    break_down,
-    is_attention,
-    is_to_keep,
-    saved_bytes,
-)
+from .kept_values import break_down, is_attention, is_to_keep, saved_bytes
 
 _STEPS = 32  # of the part of products that is saved
 

@@ -16,14 +16,7 @@ from cpcompile.torch_private.operators import auto_functionalized_v2
 from ...graph.nodes import memory_order, value_of
 from ...graph.sequence_tokens import TokenAxis
 from ...graph.subgraph_calls import call_subgraph
-from .tile_program import (
-    NARROW,
-    Leaving,
-    body_of,
-    dtype_of_sums,
-    for_tokens,
-    sizes_of,
-)
+from .tile_program import NARROW, Leaving, body_of, dtype_of_sums, for_tokens, sizes_of
 from .tile_regions import RegionPart
 
 aten = torch.ops.aten

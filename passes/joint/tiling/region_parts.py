@@ -21,14 +21,7 @@ from torch import Tensor
 from ...flow.linear_calls import is_linear
 from ...graph.nodes import reached, value_of
 from ...graph.sequence_tokens import TokenAxis
-from .tile_regions import (
-    Growing,
-    JointFacts,
-    RegionPart,
-    TileRegion,
-    bytes_of,
-    is_view,
-)
+from .tile_regions import Growing, JointFacts, RegionPart, TileRegion, bytes_of, is_view
 
 Order = dict[fx.Node, int]  # of all nodes of a graph
 

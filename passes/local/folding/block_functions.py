@@ -11,13 +11,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from ...graph.subgraph_calls import call_subgraph
 from .call_sequence import is_constant
-from .repeated_blocks import (
-    Block,
-    Blocks,
-    arguments_of,
-    operands_of,
-    views_to,
-)
+from .repeated_blocks import Block, Blocks, arguments_of, operands_of, views_to
 from .signatures import signature
 
 Row = tuple[fx.Node, ...]  # nodes that correspond to each other, one per block

@@ -19,12 +19,7 @@ import torch.fx as fx
 from cpcompile.torch_private.operators import OpOverload
 
 from .borders import source
-from .signatures import (
-    CONSTANTS,
-    is_collective,
-    is_message,
-    signature,
-)
+from .signatures import CONSTANTS, is_collective, is_message, signature
 
 LEAST_BLOCKS = 3  # of which two are saved
 

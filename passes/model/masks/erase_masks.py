@@ -11,13 +11,7 @@ from ...graph.calls import set_argument
 from ...graph.context import MaskSource
 from ...graph.effects import written_by
 from ...graph.nodes import all_graphs, sub_graph
-from .analysis.mask_program import (
-    VMAP_EDGES,
-    VMAP_MARKS,
-    memory_of,
-    resolve,
-    writes_of,
-)
+from .analysis.mask_program import VMAP_EDGES, VMAP_MARKS, memory_of, resolve, writes_of
 
 
 def drop_mask(node: fx.Node, is_causal: bool) -> None:

@@ -20,12 +20,7 @@ from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...graph.constant_arguments import Constant
 from ...graph.context import AttentionCall, Context
-from ...graph.nodes import (
-    expected_shape,
-    fake_mode_of,
-    fake_value,
-    insert_call,
-)
+from ...graph.nodes import expected_shape, fake_mode_of, fake_value, insert_call
 from .analysis.mask_meaning import MaskMeaning
 from .analysis.mask_writer import MaskWriter, cp_constant, cp_constant_until
 from .any_length.rewrite_any_length import longest_length

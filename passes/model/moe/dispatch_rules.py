@@ -15,12 +15,7 @@ import torch
 import torch.fx as fx
 
 from ...graph.calls import canonical_call, spelled
-from ...graph.dispatch_calls import (
-    given,
-    need,
-    same_columns,
-    tensors_read,
-)
+from ...graph.dispatch_calls import given, need, same_columns, tensors_read
 from ...graph.nodes import fake_value
 from ...graph.sequence_tokens import TokenDim
 from .dispatch_region import DispatchRegion, DispatchRule

@@ -38,13 +38,7 @@ from ...graph.calls import canonical_call, spelled
 from ...graph.context import Context
 from ...graph.dispatch_calls import NotByRows, given, need
 from ...graph.graph_pass import graph_pass
-from ...graph.nodes import (
-    all_graphs,
-    fake_mode_of,
-    fake_value,
-    insert_call,
-    where,
-)
+from ...graph.nodes import all_graphs, fake_mode_of, fake_value, insert_call, where
 from .dispatch_region import DispatchRegion
 from .dispatch_rules import RULES, not_negative
 from .region_call import region_call, write_region_call

@@ -44,13 +44,7 @@ from ...graph.calls import canonical_call
 from ...graph.context import Context
 from ...graph.effects import is_in_place
 from ...graph.graph_pass import graph_pass
-from ...graph.nodes import (
-    all_graphs,
-    fake_mode_of,
-    fake_value,
-    insert_call,
-    where,
-)
+from ...graph.nodes import all_graphs, fake_mode_of, fake_value, insert_call, where
 from .masked_rows import write_rows, write_rows_
 
 log = logging.getLogger(__name__)

@@ -25,12 +25,7 @@ from ...graph.calls import set_argument
 from ...graph.context import AttentionCall, Context
 from ...graph.effects import is_in_place, view_of, written_by
 from ...graph.graph_pass import graph_pass
-from ...graph.nodes import (
-    expected_shape,
-    fake_value,
-    insert_call,
-    storage,
-)
+from ...graph.nodes import expected_shape, fake_value, insert_call, storage
 
 log = logging.getLogger(__name__)
 

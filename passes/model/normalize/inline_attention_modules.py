@@ -24,13 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
-from ...graph.nodes import (
-    all_nodes,
-    fake_mode_of,
-    fake_value,
-    insert_call,
-    plain_fake,
-)
+from ...graph.nodes import all_nodes, fake_mode_of, fake_value, insert_call, plain_fake
 
 
 @graph_pass()

@@ -22,13 +22,7 @@ from ...graph.calls import canonical_call, spelled
 from ...graph.nodes import all_nodes, fake_value, insert_call
 from ...graph.sequence_tokens import Wanted, constraint
 from .arrangement import DimLabels
-from .match_attention import (
-    SOFTMAX,
-    WITHOUT_LAST,
-    Weights,
-    next_weights,
-    read_softmax,
-)
+from .match_attention import SOFTMAX, WITHOUT_LAST, Weights, next_weights, read_softmax
 from .products import Product, read_product
 from .scores import read_scores
 

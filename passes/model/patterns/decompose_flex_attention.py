@@ -41,11 +41,7 @@ from ...graph.nodes import (
     where,
 )
 from .match_attention import read_softmax
-from .score_programs import (
-    can_be_packed,
-    score_program,
-    values_dtype,
-)
+from .score_programs import can_be_packed, score_program, values_dtype
 
 # What torch puts into kernel_options itself.
 _USUAL = frozenset(

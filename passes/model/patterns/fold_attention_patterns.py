@@ -42,11 +42,7 @@ from ...graph.nodes import (
 from ...graph.transforms import inside_transforms
 from ..tokens.sequence_dims import SequenceDims
 from .arrangement import Arranged
-from .attention_weights import (
-    AttentionWithWeights,
-    attention_with_weights,
-    mark_rows,
-)
+from .attention_weights import AttentionWithWeights, attention_with_weights, mark_rows
 from .decompose_flex_attention import decompose_flex_attention
 from .mask_of_terms import mask_of_terms
 from .match_attention import SOFTMAX, attention_patterns

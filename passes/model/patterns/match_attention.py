@@ -20,25 +20,11 @@ import torch.fx as fx
 from ...flow.dim_rules import order_of
 from ...graph.calls import canonical_call, spelled
 from ...graph.nodes import all_nodes, fake_value
-from .arrangement import (
-    Arranged,
-    DimLabels,
-    Regrouping,
-    regrouping,
-)
+from .arrangement import Arranged, DimLabels, Regrouping, regrouping
 from .matched import AttentionPattern, Scores, Term
-from .products import (
-    Product,
-    read_product,
-    untransposed,
-)
+from .products import Product, read_product, untransposed
 from .refills import refilled
-from .scores import (
-    CONVERSIONS,
-    LOW,
-    VIEWS,
-    read_scores,
-)
+from .scores import CONVERSIONS, LOW, VIEWS, read_scores
 
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 WITHOUT_LAST = (..., slice(None, -1, None))  # all weights but those of sinks

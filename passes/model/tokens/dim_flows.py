@@ -21,11 +21,7 @@ from torch import Tensor
 
 from ...flow.dim_rules import dim_map, kept_dims
 from ...flow.view_chain import follow
-from ...graph.attention_calls import (
-    attention_operands,
-    is_attention,
-    is_flex_attention,
-)
+from ...graph.attention_calls import attention_operands, is_attention, is_flex_attention
 from ...graph.calls import canonical_call, spelled
 from ...graph.cp_attention import SPLIT_KV, is_cp_attention, operands_of, spec_of
 from ...graph.mesh_changes import local_source

@@ -27,13 +27,7 @@ from ...flow.token_sources import token_sources
 from ...graph.calls import NEW_TENSORS, spelled
 from ...graph.mixer_calls import independent_dims, is_mixer
 from ...graph.nodes import expected_shape, fake_value, sub_graph
-from ...graph.sequence_tokens import (
-    SequenceDim,
-    TokenAxis,
-    TokenDim,
-    Wanted,
-    wanted_of,
-)
+from ...graph.sequence_tokens import SequenceDim, TokenAxis, TokenDim, Wanted, wanted_of
 from .convolutions import convolved, independent_channels
 from .dim_flows import part_written
 

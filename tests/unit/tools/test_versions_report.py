@@ -26,24 +26,3 @@ def test_reports_become_rows_by_folder(tmp_path):
     }
     assert (unit["passed"], unit["skipped"]) == (1, 1)
     assert unit["failures"] == ["tests.unit.test_a.TestB.test_2[x]"]
-
-
-def row(version, folder, date="2026-11-22", **counts):
-    counts = {"passed": 1, "skipped": 0, "failures": []} | counts
-    return {"torch": version, "folder": folder, "date": date, **counts}
-
-
-def test_only_what_was_run_is_replaced():
-    known = [row("2.9.1", "tests/cpu"), row("2.13.0+cpu", "tests/unit")]
-    known.append(row("2.13.0+cpu", "tests/cpu", passed=7))
-    found = [row("2.13.0+cpu", "tests/unit", passed=5), row("2.14.1", "tests/unit")]
-    text = [
-        (x["torch"], x["folder"], x["passed"])
-        for x in record_tests.merged(known, found)
-    ]
-    assert text == [
-        ("2.14.1", "tests/unit", 1),
-        ("2.13.0+cpu", "tests/cpu", 7),
-        ("2.13.0+cpu", "tests/unit", 5),
-        ("2.9.1", "tests/cpu", 1),
-    ]

@@ -24,14 +24,7 @@ from ....graph.nodes import reached
 from .formula import Formula, both, either, negated
 from .mask_program import MaskProgram, Unreadable
 from .sums import compared
-from .vectors import (
-    Evaluator,
-    Vector,
-    constant,
-    from_inputs,
-    known,
-    positions,
-)
+from .vectors import Evaluator, Vector, constant, from_inputs, known, positions
 
 _MANY_STEPS = 64  # one after another; masks that are written as a formula have fewer
 _MOST_STEPS = 128  # every one of them is some calls deep in the readers

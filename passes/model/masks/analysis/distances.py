@@ -22,14 +22,7 @@ from torch import Tensor
 
 from .cases import CaseReader, Cases
 from .constant_masks import formula_of
-from .formula import (
-    EVERYWHERE,
-    NOWHERE,
-    Formula,
-    both,
-    either,
-    negated,
-)
+from .formula import EVERYWHERE, NOWHERE, Formula, both, either, negated
 from .mask_program import Unreadable
 from .mask_writer import MaskWriter
 from .sums import NoForm, RowColumnSum

@@ -25,17 +25,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from .formula import (
-    And,
-    Compare,
-    Formula,
-    Not,
-    Or,
-    both,
-    conjunction,
-    either,
-    negated,
-)
+from .formula import And, Compare, Formula, Not, Or, both, conjunction, either, negated
 from .sums import calculate, compared
 from .vectors import Vector, VectorReader, call, constant, positions, scalar
 from .views import MaskAxis, View, operand

@@ -17,12 +17,7 @@ from ....graph.nodes import reached
 from .cases import CaseReader
 from .distances import Added, DistanceReader, MaskParts, may_hide, take_apart
 from .documents import can_be_ids, ids, same_tokens, within_documents
-from .formula import (
-    Compare,
-    Formula,
-    Only,
-    conjunction,
-)
+from .formula import Compare, Formula, Only, conjunction
 from .intervals import (
     Bounds,
     Intervals,

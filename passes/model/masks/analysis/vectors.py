@@ -18,14 +18,7 @@ from torch import Tensor
 
 from ....graph.nodes import reached
 from .mask_program import MaskProgram, Unreadable
-from .views import (
-    MEANINGS,
-    MaskAxis,
-    View,
-    operand,
-    picked,
-    rearranged,
-)
+from .views import MEANINGS, MaskAxis, View, operand, picked, rearranged
 
 aten = torch.ops.aten
 _LARGEST = 4  # times all tokens: what may be computed for a vector

@@ -34,11 +34,7 @@ from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ....graph.constant_arguments import Constant
 from ..analysis.mask_program import MaskProgram, Unreadable
-from ..analysis.mask_writer import (
-    MaskWriter,
-    cp_constant_around,
-    cp_constant_until,
-)
+from ..analysis.mask_writer import MaskWriter, cp_constant_around, cp_constant_until
 from ..analysis.vectors import normalising
 from ..analysis.views import View
 from .length_invariance import check_alike
