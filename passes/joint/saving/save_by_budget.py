@@ -223,13 +223,13 @@ class _Search:
     def _again(self, saved: Collection[fx.Node]) -> set[fx.Node]:
         """Return the calls of the forward that the backward computes from `saved`."""
 
-        def computed(x: fx.Node) -> bool:
-            return x not in saved and x.op == "call_function"
+        backward, forward, kept = self.torchs.backward, self.torchs.forward, {*saved}
 
-        made = reached(
-            self.torchs.backward, lambda x: [*filter(computed, x.all_input_nodes)]
-        )
-        return {x for x in self.torchs.forward if x in made}
+        def computed(x: fx.Node) -> bool:
+            return x not in kept and x.op == "call_function"
+
+        made = reached(backward, lambda x: [*filter(computed, x.all_input_nodes)])
+        return {x for x in forward if x in made}
 
 
 def _first(choices: list[Choice], fits: Callable[[Choice], bool]) -> Choice:

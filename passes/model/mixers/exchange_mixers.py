@@ -75,9 +75,8 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
     if is_of_data and not products:
         return 0
     seeds = dict(find_sequences(graph, ctx))
-    lengths = sorted({dim_size(node, dim) for node, dim in seeds.items()} - {0, 1})
+    lengths = sorted({dim_size(*x) for x in seeds.items()} - {0, 1})
     found: dict[int, tuple[MixedSequence, int]] = {}
-    marked = 0
 
     def seeds_of(length: int) -> int:
         return sum(dim_size(*x) == length for x in seeds.items())
@@ -88,12 +87,12 @@ def exchange_mixers(graph: fx.Graph, ctx: Context) -> int:
             found[length] = sequence, seeds_of(length)
         return found[length][0]
 
-    if products:
-        marked = mark_keys(products, [*map(follow, lengths)])
-        if is_of_data:
-            return marked
-        if marked:
-            found.clear()  # they are not what they were
+    marked = mark_keys(products, [*map(follow, lengths)]) if products else 0
+    if is_of_data:
+        return marked
+    if marked:  # what was followed is not what it was, and marks say more
+        seeds, found = dict(find_sequences(graph, ctx)), {}
+        lengths = sorted({dim_size(*x) for x in seeds.items()} - {0, 1})
     for length in lengths:  # and those that are found on the way
         sequence = follow(length)
         for node, dim in sequence.moved_results():
